@@ -1,0 +1,87 @@
+"""Rostra from Python: the verbs of the command line as methods of a run.
+
+from rostra import Run
+run = Run.open("examples/quickstart.yaml", ["train.steps=100"])
+summary = run.train()
+print(summary["bits_per_byte"], run.generate("def main"))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rostra.build import build_engine
+from rostra.config import Config, config_from_dict, read_config
+from rostra.data import Prepared, prepare
+from rostra.errors import RequestError
+from rostra.events import Events, Listener
+from rostra.generate import Sampling, generate_text, load_for_generation
+from rostra.hardware import best_device
+from rostra.models import load_model
+from rostra.models.attention import choose
+from rostra.store import RunFolder
+from rostra.train import Origin, run_path, train
+from rostra.train.choose import choose_layout
+from rostra.train.finish import Evaluator
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run: its config, and the folder that holds or will hold it."""
+
+    config: Config
+
+    @classmethod
+    def open(cls, source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Run:
+        """From a config file, a run's folder, or a table; `overrides` are "section.key=value".
+
+        Raises RequestError when it does not describe a run.
+        """
+        if isinstance(source, Mapping):
+            return cls(config_from_dict(source, overrides))
+        path = Path(source)
+        if path.is_dir():
+            if not RunFolder(path).config.exists():
+                raise RequestError(f"{path}: is no run: it holds no config.yaml")
+            return cls(read_config(RunFolder(path).config, [*overrides, f"run.output={path}"]))
+        return cls(read_config(path, overrides))
+
+    @property
+    def path(self) -> Path:
+        return run_path(self.config)
+
+    def prepare(self, notice: Any = print) -> Prepared:
+        """Documents into shards of tokens; at once when they are there already."""
+        return prepare(self.config.data, self.config.model.pretrained, notice)
+
+    def train(
+        self,
+        listeners: Sequence[Listener] = (),
+        origin: str | None = None,
+        with_optimizer: bool = False,
+        new_learning_rate: bool = False,
+    ) -> dict[str, Any]:
+        """Train, or go on where the run stands; the summary. See `rostra.train.train`."""
+        start = None if origin is None else Origin.parse(origin, with_optimizer)
+        return train(self.config, listeners, start, new_learning_rate)
+
+    def evaluate(self, listeners: Sequence[Listener] = ()) -> dict[str, Any]:
+        """The final model on all held-out documents."""
+        folder = RunFolder(self.path)
+        if not folder.model.is_dir():
+            raise RequestError(f"{self.path}: this run has no final model yet; let it finish")
+        events, device = Events(listeners=list(listeners)), best_device()
+        prepared = self.prepare(events.notice)
+        section, length = self.config.model, self.config.data.sequence_length
+        model = load_model(str(folder.model), choose(section.attention, device, length))
+        layout = choose_layout(self.config, device, 0, 0)
+        engine = build_engine(self.config, layout, model.to(device), device, 1, events)
+        return Evaluator(self.config, prepared, engine, events).final()
+
+    def generate(self, prompt: str, sampling: Sampling | None = None) -> str:
+        """The text that the final model writes after `prompt`."""
+        model, tokenizer = load_for_generation(str(self.path))
+        return generate_text(model, tokenizer, prompt, sampling or Sampling())

@@ -1,0 +1,50 @@
+"""The one thing that passes from data to engine: samples as tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+IGNORE = -100  # the label of a position that is no target
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples of one step. All tensors are int64 of shape [samples, positions].
+
+    `labels[i, t]` is the token that position t should foretell, or `IGNORE`.
+    `position_ids` start again at 0 with every document when documents are isolated;
+    attention reads the documents' borders from them.
+    """
+
+    input_ids: Tensor
+    labels: Tensor
+    position_ids: Tensor
+
+    def __len__(self) -> int:
+        return self.input_ids.shape[0]
+
+    @property
+    def targets(self) -> int:
+        """Number of target tokens: what the loss of the step is divided by."""
+        return int((self.labels != IGNORE).sum())
+
+    def micro_batches(self, size: int) -> Iterator[Batch]:
+        """Parts of at most `size` samples, in order; the last may be smaller."""
+        for parts in zip(
+            self.input_ids.split(size),
+            self.labels.split(size),
+            self.position_ids.split(size),
+            strict=True,
+        ):
+            yield Batch(*parts)
+
+    def to(self, device: torch.device) -> Batch:
+        return Batch(
+            self.input_ids.to(device, non_blocking=True),
+            self.labels.to(device, non_blocking=True),
+            self.position_ids.to(device, non_blocking=True),
+        )

@@ -1,0 +1,158 @@
+"""The command line: one verb, one thin function. Heavy imports happen inside verbs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rostra.errors import RostraError
+
+app = typer.Typer(
+    help="Train language models on whatever hardware there is, from one YAML file.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+ConfigFile = Annotated[Path, typer.Argument(help="the run's YAML file", metavar="CONFIG")]
+RunOrModel = Annotated[str, typer.Argument(help="a run's folder", metavar="RUN")]
+Overrides = Annotated[
+    list[str], typer.Option("--set", metavar="section.key=value", help="change a value")
+]
+Json = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]
+
+
+@app.command()
+def train(
+    config: ConfigFile,
+    overrides: Overrides = [],  # noqa: B006  typer reads the default, nothing changes it
+    origin: Annotated[
+        str | None,
+        typer.Option("--from", metavar="RUN[@STEP]", help="start from another run's weights"),
+    ] = None,
+    with_optimizer: Annotated[
+        bool, typer.Option("--with-optimizer", help="with --from: its optimizer's state too")
+    ] = False,
+    new_learning_rate: Annotated[
+        bool,
+        typer.Option("--new-learning-rate", help="resume with another learning rate or schedule"),
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Train a model, or go on with a run where it stands."""
+    from rostra.api import Run
+    from rostra.track import Progress, show_summary
+
+    run = Run.open(config, overrides)
+    progress = Progress(sys.stderr, run.config.monitor.log_every)
+    try:
+        summary = run.train([progress], origin, with_optimizer, new_learning_rate)
+    finally:
+        progress.close()
+    _answer(summary, as_json, lambda: show_summary(summary, run.path))
+
+
+@app.command()
+def prepare(config: ConfigFile, overrides: Overrides = [], as_json: Json = False) -> None:  # noqa: B006
+    """Read the documents and write shards of tokens; at once when they are there already."""
+    from rostra.api import Run
+
+    prepared = Run.open(config, overrides).prepare(_say)
+    found = {
+        "path": str(prepared.folder),
+        **prepared.manifest["counts"],
+        "skipped": prepared.skipped,
+    }
+    _answer(found, as_json, lambda: _table(found))
+
+
+@app.command()
+def generate(
+    run: Annotated[str, typer.Argument(help="a run's folder, a model's, or a hub id")],
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="the text to go on from")] = "",
+    tokens: Annotated[int, typer.Option(min=1, help="tokens to write")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest")] = 0.8,
+    top_k: Annotated[int, typer.Option(min=0, help="only the k likeliest; 0 for all")] = 50,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="only the likeliest share")] = 1.0,
+    seed: Annotated[int, typer.Option(help="the same seed writes the same text")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Write text with a trained model."""
+    from rostra.generate import Sampling, generate_text, load_for_generation
+
+    model, tokenizer = load_for_generation(run)
+    sampling = Sampling(tokens, temperature, top_k, top_p, seed)
+    text = generate_text(model, tokenizer, prompt, sampling)
+    _answer({"prompt": prompt, "text": text}, as_json, lambda: print(prompt + text))
+
+
+@app.command()
+def evaluate(run: RunOrModel, overrides: Overrides = [], as_json: Json = False) -> None:  # noqa: B006
+    """Measure a run's final model on the held-out documents."""
+    from rostra.api import Run
+    from rostra.track import Progress
+
+    opened = Run.open(Path(run), overrides)
+    progress = Progress(sys.stderr, opened.config.monitor.log_every)
+    try:
+        found = opened.evaluate([progress])
+    finally:
+        progress.close()
+    _answer(found, as_json, lambda: _table(found))
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON schema of the config file, for editors that check and complete it."""
+    from rostra.config import Config
+
+    print(json.dumps(Config.model_json_schema(), indent=2))
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Tell what this machine has, what is missing for which feature, and how to get it."""
+    from rostra.hardware import doctor_report, show_doctor
+
+    report = doctor_report()
+    _answer(report, as_json, lambda: show_doctor(report))
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr)
+
+
+def _answer(value: Any, as_json: bool, show: Callable[[], None]) -> None:
+    if as_json:
+        print(json.dumps(value, indent=2))
+    else:
+        show()
+
+
+def _table(values: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None)
+    for key, value in values.items():
+        table.add_row(key, f"{value:,.4f}" if isinstance(value, float) else str(value))
+    Console().print(table)
+
+
+def main() -> None:
+    """The `rostra` command: errors that were foreseen are one message and an exit code."""
+    try:
+        app()
+    except RostraError as error:
+        _say(f"rostra: {error}")
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

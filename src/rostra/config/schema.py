@@ -1,0 +1,296 @@
+"""The sections of the config file, each with its defaults.
+
+Every section is frozen and refuses unknown keys. A section holds only what works;
+a key that is not here does not exist, and is answered with the nearest one that does.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+
+def _whole(value: Any) -> Any:
+    """Accept 1e6 where a whole number is meant; YAML reads it as a float."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
+
+
+Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
+Whole = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Percent = Annotated[str, Field(pattern=r"^\d+(\.\d+)?%$")]
+Steps = Whole | Percent  # a number of steps, or a share of the run such as "3%"
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class RunSection(Section):
+    """What the run is called and where it lives."""
+
+    name: str = Field("run", pattern=r"^[\w.-]+$", description="name of the run")
+    output: str | None = Field(None, description="the run's folder; runs/NAME when not given")
+    seed: Whole = Field(0, description="seeds weights, order of the data, and dropout")
+
+
+class SizeTable(Section):
+    """The shape of a model built from scratch; what is not given comes from the preset."""
+
+    hidden_size: Count | None = None
+    layers: Count | None = None
+    heads: Count | None = None
+    kv_heads: Count | None = None
+    head_size: Count | None = None
+    intermediate_size: Count | None = None
+    positions: Count | None = Field(None, description="longest sequence the model is made for")
+    tie_embeddings: bool | None = None
+    dropout: Fraction | None = None
+
+
+class ModelSection(Section):
+    """A pretrained model, or one from scratch by architecture, preset and size."""
+
+    pretrained: str | None = Field(None, description="a local folder or a hub id")
+    architecture: Literal["llama", "qwen3", "mistral", "gemma3", "gpt2"] | None = None
+    preset: str | None = Field(None, description="a named shape; `rostra schema` lists them")
+    size: SizeTable = SizeTable()
+    attention: Literal["auto", "eager", "sdpa", "blocked", "flash_attention_2"] = "auto"
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> Self:
+        scratch = self.architecture is not None or self.preset is not None
+        if (self.pretrained is not None) == scratch:
+            raise ValueError(
+                "give either `pretrained` (a folder or hub id), "
+                "or `preset` and/or `architecture` for a model from scratch"
+            )
+        if self.pretrained is not None and self.size != SizeTable():
+            raise ValueError("`size` is for a model from scratch; a pretrained one has its size")
+        return self
+
+
+class TextSource(Section):
+    """Text files: one document a file."""
+
+    type: Literal["text"]
+    path: str = Field(description="a file, a folder (all .txt and .md below it), or a glob")
+    encoding: str = "utf-8"
+
+
+class GutenbergSource(Section):
+    """A Project Gutenberg dump: .txt and .zip, one document a book, licence text removed."""
+
+    type: Literal["gutenberg"]
+    path: str = Field(description="the folder of the dump, or one book")
+
+
+class JsonlSource(Section):
+    """JSON lines: one document a line."""
+
+    type: Literal["jsonl"]
+    path: str = Field(description="a file, a folder (all .jsonl below it), or a glob")
+    field: str = Field("text", description="the key that holds the text")
+
+
+class PythonDocsSource(Section):
+    """The standard library of the running Python: documentation topics and sources."""
+
+    type: Literal["python_docs"]
+
+
+Source = Annotated[
+    TextSource | GutenbergSource | JsonlSource | PythonDocsSource, Field(discriminator="type")
+]
+
+
+class TokenizerTable(Section):
+    """Which tokenizer: the model's own, one from a folder or hub id, or one trained here."""
+
+    pretrained: str | None = Field(None, description="a local folder or a hub id")
+    vocabulary: Count | None = Field(None, description="train byte-level BPE of this many tokens")
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> Self:
+        if self.pretrained is not None and self.vocabulary is not None:
+            raise ValueError("give `pretrained` to load a tokenizer or `vocabulary` to train one")
+        if self.vocabulary is not None and self.vocabulary < 257:
+            raise ValueError(
+                "a byte-level vocabulary needs at least 257 tokens (256 bytes and one end mark)"
+            )
+        return self
+
+
+class PrepareTable(Section):
+    """How documents become shards."""
+
+    engine: Literal["process"] = "process"
+    shard_tokens: Count = Field(16_777_216, description="tokens after which a shard is closed")
+
+
+class DataSection(Section):
+    """Where documents come from and how they become samples."""
+
+    sources: tuple[Source, ...] = Field(min_length=1)
+    tokenizer: TokenizerTable = TokenizerTable()
+    sequence_length: Count = 512
+    isolate_documents: bool = Field(True, description="attention never crosses a document's end")
+    held_out: Fraction = Field(0.05, description="share of documents kept for evaluation, by hash")
+    on_bad_record: Literal["fail", "skip"] = "fail"
+    cache: str | None = Field(None, description="folder of shards; ~/.cache/rostra when not given")
+    prepare: PrepareTable = PrepareTable()
+
+
+class TrainSection(Section):
+    """How long, and in what batches."""
+
+    steps: Count | None = None
+    tokens: Count | None = None
+    epochs: Annotated[float, Field(gt=0)] | None = None
+    global_batch_size: Count = Field(8, description="samples in one optimizer step")
+    micro_batch_size: Count | Literal["auto"] = Field(
+        "auto", description="samples computed at once"
+    )
+    compile: bool | Literal["auto"] = "auto"
+    loss_chunk: Count = Field(1024, description="positions whose logits exist at once")
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Self:
+        given = [k for k in ("steps", "tokens", "epochs") if getattr(self, k) is not None]
+        if len(given) != 1:
+            said = " and ".join(given) or "none of them"
+            raise ValueError(f"give exactly one of `steps`, `tokens`, `epochs`; given: {said}")
+        return self
+
+
+class OptimizerSection(Section):
+    """Which optimizer; weight decay applies to matrices only."""
+
+    name: Literal["adamw", "sgd", "adafactor", "lion", "muon"] = "adamw"
+    learning_rate: Annotated[float, Field(gt=0)] = 3e-4
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.95
+    epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    momentum: Fraction = Field(0.95, description="of sgd and muon")
+    matrix_learning_rate: Annotated[float, Field(gt=0)] = Field(
+        0.02, description="muon: for matrices; `learning_rate` is for the rest, under AdamW"
+    )
+
+
+class ScheduleSection(Section):
+    """The learning rate over the run, as a share of the optimizer's."""
+
+    name: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    warmup: Steps = "3%"
+    decay: Steps = Field("20%", description="wsd: the decaying part at the end")
+    final_fraction: Fraction = 0.1
+
+
+class PrecisionSection(Section):
+    """`bf16` and `fp16` are autocast over fp32 weights; `bf16_pure` keeps bf16 weights and
+    fp32 master weights in the optimizer."""
+
+    compute: Literal["auto", "fp32", "bf16", "fp16", "bf16_pure"] = "auto"
+
+
+class AdapterSection(Section):
+    """Adapters (none yet)."""
+
+
+class QuantizationSection(Section):
+    """Quantised bases (none yet)."""
+
+
+class ParallelTable(Section):
+    """Sizes of the mesh axes."""
+
+    replicate: Count = 1
+    shard: Count = 1
+    context: Count = 1
+    tensor: Count = 1
+    pipeline: Count = 1
+    expert: Count = 1
+
+
+class MemorySection(Section):
+    """Activation checkpointing and offloading (none yet)."""
+
+
+class StabilitySection(Section):
+    """What keeps a run from diverging."""
+
+    clip: Annotated[float, Field(gt=0)] | None = Field(1.0, description="maximal gradient norm")
+    bad_steps: Whole = Field(10, description="non-finite steps in a row before the run fails")
+
+
+class CheckpointSection(Section):
+    """When the state of the run is saved, and how much of it is kept."""
+
+    every: Count | None = Field(None, description="steps; ten times over the run when not given")
+    keep: Count = Field(2, description="complete checkpoints kept")
+
+
+class EvaluateSection(Section):
+    """Evaluation on the held-out documents, and text sampled while training."""
+
+    every: Count | None = Field(None, description="steps; only at the end when not given")
+    documents: Count | None = Field(None, description="held-out documents used while training")
+    stride: Count | None = Field(
+        None, description="positions a window moves on; half a sequence when not given"
+    )
+    compare_xz: bool = Field(False, description="measure `xz -9` on the held-out documents")
+    prompt: str | None = Field(None, description="text to continue at every evaluation")
+    prompt_tokens: Count = 64
+
+
+class MonitorSection(Section):
+    """How the run is watched."""
+
+    log_every: Count = Field(10, description="steps between lines in a log or pipe")
+    tensorboard: bool = True
+
+
+class LaunchSection(Section):
+    """Clusters (none yet)."""
+
+
+class ServeSection(Section):
+    """Serving (none yet)."""
+
+
+class Config(Section):
+    """One run, as its YAML file asks for it."""
+
+    run: RunSection = RunSection()
+    model: ModelSection
+    data: DataSection
+    train: TrainSection
+    optimizer: OptimizerSection = OptimizerSection()
+    schedule: ScheduleSection = ScheduleSection()
+    precision: PrecisionSection = PrecisionSection()
+    adapter: AdapterSection = AdapterSection()
+    quantization: QuantizationSection = QuantizationSection()
+    parallel: Literal["auto"] | ParallelTable = "auto"
+    memory: MemorySection = MemorySection()
+    stability: StabilitySection = StabilitySection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    evaluate: EvaluateSection = EvaluateSection()
+    monitor: MonitorSection = MonitorSection()
+    launch: LaunchSection = LaunchSection()
+    serve: ServeSection = ServeSection()
+
+    @model_validator(mode="after")
+    def _batches(self) -> Self:
+        micro = self.train.micro_batch_size
+        if isinstance(micro, int) and micro > self.train.global_batch_size:
+            raise ValueError(
+                f"train.micro_batch_size ({micro}) is larger than "
+                f"train.global_batch_size ({self.train.global_batch_size})"
+            )
+        if self.data.held_out == 0 and self.evaluate.every is not None:
+            raise ValueError("evaluate.every needs held-out documents; data.held_out is 0")
+        return self

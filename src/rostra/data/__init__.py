@@ -1,0 +1,28 @@
+"""Data: from sources to batches.
+
+Readers yield documents, `prepare` tokenizes them into shards that are cached by content, and a
+`Loader` makes batches from those: every sample a pure function of seed, manifest and position.
+"""
+
+from __future__ import annotations
+
+from rostra.data.loader import Loader, Position, Samples
+from rostra.data.permutation import Permutation
+from rostra.data.prepare import prepare
+from rostra.data.prepared import HeldOut, Prepared, held_out, open_prepared
+from rostra.data.tokenizer import Encoder, load_tokenizer, train_tokenizer
+
+__all__ = [
+    "Encoder",
+    "HeldOut",
+    "Loader",
+    "Permutation",
+    "Position",
+    "Prepared",
+    "Samples",
+    "held_out",
+    "load_tokenizer",
+    "open_prepared",
+    "prepare",
+    "train_tokenizer",
+]

@@ -1,0 +1,137 @@
+"""From shards to batches: every sample a pure function of seed, manifest and position."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rostra.batch import IGNORE, Batch
+from rostra.data.permutation import Permutation
+from rostra.data.shards import Shards
+
+
+@dataclass(frozen=True)
+class Position:
+    """What stands at a position of the training: for logs, and for finding a bad document."""
+
+    epoch: int
+    sample: int  # its number g in the epoch's order
+    index: int  # its place in the run of tokens, in samples
+    documents: tuple[str, ...]  # ids, in order
+
+
+class Samples:
+    """The training documents' tokens, run on across shards and cut into samples.
+
+    Sample g of an epoch has the tokens `[i * T, (i + 1) * T)` of the run, T being
+    `sequence_length` and i = Permutation(seed, epoch)(g), and as labels the tokens one further.
+    What is left at the end of the run, less than a sample, is not used.
+
+    With `isolate_documents` a position whose next token begins another document is no target,
+    and position_ids start again at 0 with every document, also with one that began in the
+    sample before.
+    """
+
+    def __init__(
+        self, shards: Shards, sequence_length: int, seed: int, isolate_documents: bool
+    ) -> None:
+        self.shards = shards
+        self.sequence_length = sequence_length
+        self.seed = seed
+        self.isolate_documents = isolate_documents
+
+    def __len__(self) -> int:
+        """Samples in an epoch."""
+        return max(0, (self.shards.tokens - 1) // self.sequence_length)
+
+    @property
+    def tokens(self) -> int:
+        """Positions in an epoch."""
+        return len(self) * self.sequence_length
+
+    def order(self, epoch: int) -> Permutation:
+        return Permutation(self.seed, epoch, len(self))
+
+    def batch(self, indices: NDArray[np.int64]) -> Batch:
+        """The samples at these places of the run."""
+        length = self.sequence_length
+        tokens = np.empty((len(indices), length + 1), dtype=np.int64)
+        begins = np.zeros((len(indices), length + 1), dtype=bool)  # a document does, there
+        for row, index in enumerate(indices.tolist()):
+            self._cut(index * length, tokens[row], begins[row])
+        labels = tokens[:, 1:].copy()
+        positions = np.tile(np.arange(length), (len(indices), 1))
+        if self.isolate_documents:
+            labels[begins[:, 1:]] = IGNORE
+            starts = np.where(begins[:, :-1], positions, 0)
+            positions = positions - np.maximum.accumulate(starts, axis=1)
+        inputs = np.ascontiguousarray(tokens[:, :-1])
+        return Batch(*map(torch.from_numpy, (inputs, labels, positions)))
+
+    def document_ids(self, index: int) -> tuple[str, ...]:
+        """The documents that the inputs of the sample at this place come from."""
+        ids: list[str] = []
+        first = index * self.sequence_length
+
+        def collect(shard: Any, start: int, stop: int, _: int) -> None:
+            low = int(np.searchsorted(shard.offsets, start, "right")) - 1
+            high = int(np.searchsorted(shard.offsets, stop, "left"))
+            ids.extend(shard.id(document) for document in range(low, high))
+
+        self._walk(first, first + self.sequence_length, collect)
+        return tuple(ids)
+
+    def _cut(self, first: int, tokens: NDArray[np.int64], begins: NDArray[np.bool_]) -> None:
+        """Fill in the tokens from `first` on, and where among them documents begin."""
+
+        def copy(shard: Any, start: int, stop: int, at: int) -> None:
+            tokens[at : at + stop - start] = shard.tokens[start:stop]
+            low, high = np.searchsorted(shard.offsets, (start, stop))
+            begins[at + shard.offsets[low:high] - start] = True
+
+        self._walk(first, first + len(tokens), copy)
+
+    def _walk(self, first: int, end: int, visit: Callable[[Any, int, int, int], None]) -> None:
+        """Visit the run's tokens [first, end) shard by shard: (shard, start, stop, place)."""
+        starts = self.shards.starts
+        number = int(np.searchsorted(starts, first, "right")) - 1
+        at = first
+        while at < end:
+            base = int(starts[number])
+            stop = min(end, int(starts[number + 1]))
+            visit(self.shards[number], at - base, stop - base, at - first)
+            at = stop
+            number += 1
+
+
+class Loader:
+    """Samples in the order of training. It has no state: a position is asked for, and a
+    position is the number of samples since training began, over all epochs."""
+
+    def __init__(self, samples: Samples, global_batch_size: int) -> None:
+        self.samples = samples
+        self.global_batch_size = global_batch_size
+
+    def batch(self, first: int, count: int) -> Batch:
+        """The samples at positions [first, first + count); a batch may cross epochs."""
+        epochs, numbers = np.divmod(np.arange(first, first + count), len(self.samples))
+        indices = [
+            self.samples.order(int(epoch))(numbers[epochs == epoch]) for epoch in np.unique(epochs)
+        ]
+        return self.samples.batch(np.concatenate(indices))
+
+    def locate(self, position: int) -> Position:
+        """What is trained on at a position."""
+        epoch, number = divmod(position, len(self.samples))
+        index = self.samples.order(epoch)(number)
+        return Position(epoch, number, index, self.samples.document_ids(index))
+
+    def steps(self, epochs: float) -> int:
+        """Optimizer steps that cover so many epochs, the last one perhaps going beyond."""
+        return max(1, math.ceil(epochs * len(self.samples) / self.global_batch_size))

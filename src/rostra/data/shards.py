@@ -1,0 +1,143 @@
+"""Shards: Arrow IPC files of tokens, one row a document and one record batch a file, so that
+a memory map of the file gives its tokens as one array."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from rostra.errors import RequestError
+
+Split = Literal["train", "held_out"]
+SPLITS: tuple[Split, ...] = ("train", "held_out")
+
+
+@dataclass(frozen=True)
+class ShardCounts:
+    """What a manifest says of one shard."""
+
+    file: str
+    documents: int
+    tokens: int
+    bytes: int  # of the documents' text in UTF-8
+
+
+class ShardWriter:
+    """Writes the shards of one split: one after the other, each closed when it is full."""
+
+    def __init__(
+        self, folder: Path, split: Split, dtype: type[Any], shard_tokens: int, keep_text: bool
+    ) -> None:
+        self.folder = folder
+        self.split = split
+        self.dtype = dtype
+        self.shard_tokens = shard_tokens
+        self.keep_text = keep_text
+        self.closed: list[ShardCounts] = []
+        self._clear()
+
+    def _clear(self) -> None:
+        self._ids: list[str] = []
+        self._bytes: list[int] = []
+        self._tokens: list[NDArray[Any]] = []
+        self._texts: list[str] = []
+        self._held = 0
+
+    def add(self, id: str, text: str, tokens: NDArray[Any], size: int) -> None:
+        """Add a document of `size` bytes; a document is never cut."""
+        self._ids.append(id)
+        self._bytes.append(size)
+        self._tokens.append(tokens)
+        if self.keep_text:
+            self._texts.append(text)
+        self._held += len(tokens)
+        if self._held >= self.shard_tokens:
+            self.close()
+
+    def close(self) -> None:
+        """Write what is held, if anything."""
+        if not self._ids:
+            return
+        name = f"{self.split}-{len(self.closed):05d}.arrow"
+        offsets = np.zeros(len(self._tokens) + 1, dtype=np.int64)
+        np.cumsum([len(tokens) for tokens in self._tokens], out=offsets[1:])
+        tokens = pa.array(np.concatenate(self._tokens), pa.from_numpy_dtype(self.dtype))
+        columns = {
+            "id": pa.array(self._ids, pa.string()),
+            "bytes": pa.array(self._bytes, pa.int64()),
+            "tokens": pa.LargeListArray.from_arrays(offsets, tokens),
+        }
+        if self.keep_text:
+            columns["text"] = pa.array(self._texts, pa.large_string())
+        batch = pa.RecordBatch.from_pydict(columns)
+        with (
+            pa.OSFile(str(self.folder / name), "wb") as file,
+            pa.ipc.new_file(file, batch.schema) as writer,
+        ):
+            writer.write_batch(batch)
+        self.closed.append(ShardCounts(name, len(self._ids), self._held, sum(self._bytes)))
+        self._clear()
+
+
+@dataclass(frozen=True)
+class Shard:
+    """An opened shard. `tokens[offsets[d]:offsets[d + 1]]` are document d's."""
+
+    tokens: NDArray[Any]  # uint16 or uint32, of all documents, in the memory map
+    offsets: NDArray[np.int64]  # [documents + 1]
+    batch: Any  # the Arrow record batch
+
+    def id(self, document: int) -> str:
+        return str(self.batch.column("id")[document].as_py())
+
+
+def open_shard(path: Path, sha256: str) -> Shard:
+    """Map a shard, once its content is what the manifest says.
+
+    Raises:
+        RequestError: when it is not, or the file is missing.
+    """
+    advice = "Delete that file and start the same command again: the data is then prepared anew."
+    try:
+        source = pa.memory_map(str(path))
+    except (OSError, pa.ArrowInvalid) as error:  # the latter when it is empty
+        raise RequestError(f"{path}: this shard cannot be opened ({error}). {advice}") from error
+    content = source.read_buffer()  # no copy: what is hashed is what is used
+    if hashlib.sha256(content).hexdigest() != sha256:
+        raise RequestError(f"{path}: this shard is corrupt (its SHA-256 is another). {advice}")
+    batch = pa.ipc.open_file(source).get_batch(0)
+    rows = batch.column("tokens")
+    tokens = rows.values.to_numpy(zero_copy_only=True)
+    return Shard(tokens, rows.offsets.to_numpy(zero_copy_only=True), batch)
+
+
+class Shards:
+    """The shards of one split as one run of tokens, each opened and verified at first use."""
+
+    def __init__(self, counts: list[ShardCounts], open_file: Callable[[str], Shard]) -> None:
+        self.counts = counts
+        self._open_file = open_file
+        self._opened: dict[int, Shard] = {}
+        self.documents = sum(shard.documents for shard in counts)
+        self.tokens = sum(shard.tokens for shard in counts)
+        self.bytes = sum(shard.bytes for shard in counts)
+        # The place of each shard's first token in the run; one more for the end.
+        self.starts = np.cumsum([0, *(shard.tokens for shard in counts)], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def __getitem__(self, index: int) -> Shard:
+        if index not in self._opened:
+            self._opened[index] = self._open_file(self.counts[index].file)
+        return self._opened[index]
+
+    def to_json(self) -> list[dict[str, Any]]:
+        return [asdict(shard) for shard in self.counts]

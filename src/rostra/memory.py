@@ -1,0 +1,191 @@
+"""The one instrument for memory: live tensor bytes of one optimizer step, by kind.
+
+The count comes from the reports that PyTorch's allocators make to its profiler: one for every
+block taken and given back, on the CPU as on a GPU. A `TorchDispatchMode` gives the same numbers
+in eager mode, to the byte, but sees nothing of code made by `torch.compile`, which takes its
+buffers straight from the allocator; `tests/test_memory.py` holds both. Scratch that libraries
+take from the system by themselves (oneDNN, the C library) is no tensor and is not counted;
+`resident_bytes` has it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+KINDS = ("parameters", "gradients", "optimizer", "activations")
+_GRADIENT = "rostra.gradient:"  # marks in the profiler's stream; the address follows
+
+
+@dataclass
+class Memory:
+    """What `measure` found; empty until its block has ended.
+
+    `bytes` has the bytes of each of `KINDS` at the moment of the peak, and their sum as
+    `total`. Parameters include buffers; activations are all else the step holds: saved
+    tensors, logits, casts, temporary results.
+    """
+
+    bytes: dict[str, int] = field(default_factory=dict)
+
+
+@contextlib.contextmanager
+def measure(model: nn.Module, *optimizers: Optimizer) -> Iterator[Memory]:
+    """Measure the peak of live tensor bytes over the block: one optimizer step.
+
+    What the optimizers change and the model does not hold (master weights) counts as the
+    optimizers', like their states.
+
+    Start with cleared gradients and compiled code that has run before: gradients from earlier
+    are counted to the end of the block, and compiling has tensors of its own. A batch counts
+    when it is brought to the device within the block. Costs some tens of microseconds an
+    operation: measure a step now and then, not every one.
+
+    Raises: RuntimeError of torch when another profiler is running.
+    """
+    # Kineto writes lines to standard error when it starts and stops, into the progress bar.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    device = next(model.parameters()).device
+    parameters = _storages([*model.parameters(), *model.buffers()])
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    updated: list[Tensor] = [p for group in groups for p in group["params"]]
+
+    def held() -> dict[int, int]:
+        """Storages of the optimizers: states, master weights."""
+        states = tree_leaves([dict(optimizer.state) for optimizer in optimizers])
+        found = _storages([*(x for x in states if isinstance(x, Tensor)), *updated])
+        return {address: size for address, size in found.items() if address not in parameters}
+
+    before = {
+        "parameters": sum(parameters.values()),
+        "gradients": sum(_storages(x.grad for x in updated).values()),
+        "optimizer": sum(held().values()),
+        "activations": 0,
+    }
+    if device.type != "cpu":
+        torch.accelerator.reset_peak_memory_stats(device)
+    memory = Memory()
+    profile: Any = torch.autograd.profiler.profile(profile_memory=True)
+    with profile, _marked_gradients(model, updated):
+        yield memory
+    memory.bytes = _at_peak(before, _stream(profile, device), set(held()))
+    if device.type != "cpu":  # whole blocks, and what else lives on the device
+        peak = torch.accelerator.max_memory_allocated(device)
+        memory.bytes["activations"] += max(0, peak - memory.bytes["total"])
+        memory.bytes["total"] = max(peak, memory.bytes["total"])
+
+
+def _storages(tensors: Iterable[Tensor | None]) -> dict[int, int]:
+    """Address and bytes of each storage once, however many tensors share it (tied weights)."""
+    found = {}
+    for tensor in tensors:
+        if tensor is not None and tensor.untyped_storage().nbytes():
+            found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return found
+
+
+@contextlib.contextmanager
+def _marked_gradients(model: nn.Module, updated: list[Tensor]) -> Iterator[None]:
+    """Put a mark with its address into the profiler's stream when a gradient is ready.
+
+    All of `updated` are looked at whenever one of the model's gradients is ready: hooks that
+    ran before may have moved it to a master weight.
+    """
+    waiting = list(updated)
+
+    def mark(_: Tensor) -> None:
+        for tensor in [x for x in waiting if x.grad is not None]:
+            waiting[:] = [x for x in waiting if x is not tensor]
+            assert tensor.grad is not None
+            address = tensor.grad.untyped_storage().data_ptr()
+            with torch.profiler.record_function(f"{_GRADIENT}{address}"):
+                pass
+
+    hooks = [
+        p.register_post_accumulate_grad_hook(mark) for p in model.parameters() if p.requires_grad
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _stream(profile: Any, device: torch.device) -> list[tuple[int, int]]:
+    """What happened on `device`, in order of time: (address, bytes taken or, negative, given
+    back), and (address, 0) where a gradient became ready there."""
+    happened = []
+    pending = list(profile.kineto_results.experimental_event_tree())
+    while pending:
+        event = pending.pop()
+        pending.extend(event.children)
+        if event.name.startswith(_GRADIENT):
+            happened.append((event.start_time_ns, int(event.name[len(_GRADIENT) :]), 0))
+        elif event.name == "[memory]" and event.extra_fields.device.type == device.type:
+            fields = event.extra_fields
+            happened.append((event.start_time_ns, fields.ptr, fields.alloc_size))
+    happened.sort(key=lambda x: x[0])
+    return [(address, size) for _, address, size in happened]
+
+
+def _at_peak(
+    before: dict[str, int], stream: list[tuple[int, int]], states: set[int]
+) -> dict[str, int]:
+    """Bytes by kind, and their `total`, at the moment when the total was largest.
+
+    `states` are the addresses of the optimizer's storages after the step.
+    """
+    kinds = _kinds_of_blocks(stream, states)
+    now = dict(before)
+    live: dict[int, str] = {}
+    peak, total = dict(before), sum(before.values())
+    highest = total
+    for index, (address, size) in enumerate(stream):
+        if size > 0:
+            live[address] = kinds.get(index, "activations")
+        elif size == 0 or address not in live:  # a mark; or a block from before, counted above
+            continue
+        now[live[address] if size > 0 else live.pop(address)] += size
+        total += size
+        if total > highest:
+            highest, peak = total, dict(now)
+    return {**peak, "total": highest}
+
+
+def _kinds_of_blocks(stream: list[tuple[int, int]], states: set[int]) -> dict[int, str]:
+    """Of the blocks taken in `stream`, by index: which became gradients or optimizer states."""
+    taken: dict[int, int] = {}  # index of the block that lives at an address
+    kinds = {}
+    for index, (address, size) in enumerate(stream):
+        if size > 0:
+            taken[address] = index
+        elif size < 0:
+            taken.pop(address, None)
+        elif address in taken:
+            kinds[taken[address]] = "gradients"
+    return kinds | {taken[a]: "optimizer" for a in states if a in taken}
+
+
+def resident_bytes() -> int:
+    """Physical memory that this process holds now: tensors, libraries, everything."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def peak_resident_bytes() -> int:
+    """The most physical memory that this process has held since it began."""
+    if sys.platform == "win32":
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # bytes there, KiB on Linux

@@ -1,0 +1,279 @@
+"""Attention for training on CPUs, offered to every causal model of transformers.
+
+PyTorch's own CPU kernel (SDPA) reaches a tenth of the speed of its matrix products. Here,
+attention is written as batch matrix products over blocks of queries, each against only the
+keys it can see, with a softmax that torch.compile fuses into one pass. As in FlashAttention
+(Dao et al. 2022, arXiv:2205.14135) the probabilities are not kept for the backward pass but
+computed again from the logarithm of their sum, so memory grows with T, not with T².
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import eager_mask, sdpa_mask
+from transformers.utils import is_flash_attn_2_available
+
+from rostra.errors import RequestError
+
+NAME = "rostra_blocked"
+Requested = Literal["auto", "eager", "sdpa", "blocked", "flash_attention_2"]
+
+_ROWS = 128  # queries in a block: the fastest of 64 to 512 for 512 positions
+_BLOCKS = 16  # at most, as every block adds to the compiled graph
+_LONGEST = 4096  # beyond it SDPA is as fast and needs less memory
+_HIDDEN = -1e30  # the score of a key that is not seen; finite, so that no row becomes NaN
+
+
+def choose(requested: Requested, device: torch.device, sequence_length: int) -> str:
+    """The name to set as `config._attn_implementation` before a model is built.
+
+    `auto` is FlashAttention where it is installed on CUDA, else SDPA on an accelerator; on the
+    CPU it is `blocked`, or SDPA for more than 4096 positions. Raises RequestError when
+    FlashAttention is asked for and cannot run.
+    """
+    register()
+    flash = device.type == "cuda" and is_flash_attn_2_available()
+    if requested == "flash_attention_2" and not flash:
+        raise RequestError(
+            "model.attention: flash_attention_2 needs a CUDA device and the package flash-attn; "
+            "install it with `pip install flash-attn`, or set model.attention to auto"
+        )
+    if requested == "auto":
+        if device.type == "cpu" and sequence_length <= _LONGEST:
+            return NAME
+        return "flash_attention_2" if flash else "sdpa"
+    return NAME if requested == "blocked" else requested
+
+
+def register() -> None:
+    """Make `rostra_blocked` known to transformers; calling it again changes nothing."""
+    AttentionInterface.register(NAME, blocked_attention)
+    AttentionMaskInterface.register(NAME, blocked_mask)
+
+
+def blocked_mask(*, mask_function: Any, use_vmap: bool = False, **kwargs: Any) -> Tensor | None:
+    """The mask transformers asks for before the first layer, or None where it is plain causal.
+
+    A mask within the causal triangle (documents, sliding windows, padding) is bool, True where
+    a key is seen, of shape [batch, 1, queries, keys]. One that may reach beyond it is marked by
+    being additive (0 or the least number), so that no block of keys is skipped.
+    """
+    beyond = use_vmap or getattr(mask_function, "__name__", "") in {
+        "or_mask",
+        "bidirectional_mask_function",
+    }
+    make = eager_mask if beyond else sdpa_mask
+    mask: Tensor | None = make(mask_function=mask_function, use_vmap=use_vmap, **kwargs)
+    return mask
+
+
+def blocked_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one layer, as transformers' AttentionInterface calls it.
+
+    `query` is [batch, heads, queries, head size]; `key` and `value` have `heads` or a divisor
+    of it. Returns [batch, queries, heads, head size of `value`]. Decoding with a cache, where
+    queries are fewer than keys, goes to SDPA.
+    """
+    if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
+        raise RequestError(
+            "model.attention: this model's attention has sinks or biases, which `blocked` does "
+            "not compute; set model.attention to eager"
+        )
+    batch, heads, length, size = query.shape
+    if length != key.shape[2]:
+        return sdpa_attention_forward(  # type: ignore[no-any-return]
+            module, query, key, value, attention_mask, dropout, scaling, is_causal, softcap=softcap
+        )
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    pattern = Pattern(
+        causal=causal and (attention_mask is None or attention_mask.dtype == torch.bool),
+        window=sliding_window,
+        scale=size**-0.5 if scaling is None else scaling,
+        softcap=softcap,
+    )
+    device, shared = query.device.type, key.shape[1]
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
+    keep = None
+    if dropout > 0:
+        # drawn as eager attention draws it; 0, or what makes up for the dropped
+        ones = torch.ones(batch, heads, length, length, dtype=dtype, device=query.device)
+        keep = nn.functional.dropout(ones, dropout)
+    with torch.autocast(device, enabled=False):
+        out = BlockedAttention.apply(
+            query.to(dtype).reshape(batch, shared, heads // shared, length, size),
+            key.to(dtype).contiguous(),
+            value.to(dtype).contiguous(),
+            attention_mask,
+            keep,
+            pattern,
+        )
+    return out.flatten(1, 2).transpose(1, 2).contiguous(), None
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """What a query sees, and how scores are formed."""
+
+    causal: bool
+    window: int | None
+    scale: float
+    softcap: float | None
+
+    def blocks(self, length: int) -> list[tuple[int, int, int, int]]:
+        """(first query, end of queries, first key, end of keys) of every block."""
+        rows = max(_ROWS, -(-length // _BLOCKS))
+        spans = []
+        for start in range(0, length, rows):
+            end = min(start + rows, length)
+            first = 0
+            if self.causal and self.window is not None:
+                first = max(0, start - self.window + 1) // rows * rows
+            spans.append((start, end, first, end if self.causal else length))
+        return spans
+
+    def scores(self, products: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Scores of products q·k in at least float32, and the tanh of the soft cap if any."""
+        wide = torch.promote_types(products.dtype, torch.float32)
+        scores = products.to(wide) * self.scale
+        if self.softcap is None:
+            return scores, None
+        bent = torch.tanh(scores / self.softcap)
+        return bent * self.softcap, bent
+
+    def hide(self, scores: Tensor, mask: Tensor | None, span: tuple[int, int, int, int]) -> Tensor:
+        """`scores` [batch, key heads, group, queries, keys], low where a key is not seen."""
+        start, end, first, last = span
+        if mask is not None:
+            part = _heads_apart(mask[..., start:end, first:last], scores.shape[1])
+            return torch.where(part, scores, _HIDDEN) if part.dtype == torch.bool else scores + part
+        if not self.causal:
+            return scores
+        at = torch.arange(start, end, device=scores.device, dtype=torch.int32)[:, None]
+        keys = torch.arange(first, last, device=scores.device, dtype=torch.int32)
+        seen = keys <= at
+        if self.window is not None and self.window < end - first:
+            seen = seen & (keys > at - self.window)
+        return torch.where(seen, scores, _HIDDEN)
+
+
+def _heads_apart(mask: Tensor, shared: int) -> Tensor:
+    """[batch, 1 or heads, …] as [batch, key heads or 1, heads of a key head or 1, …]."""
+    return mask.unflatten(1, (1, 1) if mask.shape[1] == 1 else (shared, -1))
+
+
+class BlockedAttention(torch.autograd.Function):
+    """softmax(q·kᵀ)·v over blocks of queries.
+
+    Shapes: `query` [batch, key heads, group, T, size], `key` and `value` [batch, key heads, T,
+    size], `mask` [batch, 1 or heads, T, T], `keep` [batch, heads, T, T] (dropout's factors).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        keep: Tensor | None,
+        pattern: Pattern,
+    ) -> Tensor:
+        outs, sums = [], []
+        for span in pattern.blocks(query.shape[3]):
+            start, end, first, last = span
+            rows = query[:, :, :, start:end].flatten(2, 3).contiguous()
+            keys, values = (x[:, :, first:last].contiguous() for x in (key, value))
+            products = _bmm(rows, keys.transpose(2, 3)).unflatten(2, (-1, end - start))
+            scores = pattern.hide(pattern.scores(products)[0], mask, span)
+            top = scores.amax(-1, keepdim=True)
+            weights = torch.exp(scores - top)
+            total = weights.sum(-1, keepdim=True)
+            weights = weights.to(query.dtype)
+            if keep is not None:
+                weights = weights * _heads_apart(keep[..., start:end, first:last], key.shape[1])
+            out = _bmm(weights.flatten(2, 3), values).unflatten(2, (-1, end - start))
+            outs.append((out / total).to(query.dtype))
+            sums.append(top + torch.log(total))
+        out = torch.cat(outs, 3)
+        ctx.save_for_backward(query, key, value, mask, keep, out, torch.cat(sums, 3))
+        ctx.pattern = pattern
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """With P the probabilities and D = rowsum(dO·O): dV = Pᵀ·dO,
+        dS = P·(dO·Vᵀ − D), dQ = dS·K, dK = dSᵀ·Q (FlashAttention, algorithm 4).
+
+        Everything is computed transposed: two products of three then need no transposing,
+        and the compiler cannot take the scores for those of the forward pass and keep them.
+        """
+        query, key, value, mask, keep, out, sums = ctx.saved_tensors
+        pattern: Pattern = ctx.pattern
+        grad = grad.to(query.dtype)
+        delta = (grad.to(sums.dtype) * out.to(sums.dtype)).sum(-1, keepdim=True)
+        spans = pattern.blocks(query.shape[3])
+        dquery, dkeys, dvalues = [], [], []
+        for span in spans:
+            start, end, first, last = span
+            rows, grads = (x[:, :, :, start:end].flatten(2, 3).contiguous() for x in (query, grad))
+            keys, values = key[:, :, first:last], value[:, :, first:last]
+
+            def upright(x: Tensor, queries: int = end - start) -> Tensor:
+                return x.unflatten(3, (-1, queries)).permute(0, 1, 3, 4, 2)
+
+            def lying(x: Tensor) -> Tensor:
+                return x.permute(0, 1, 4, 2, 3).flatten(3, 4).to(query.dtype)
+
+            scores, bent = pattern.scores(upright(_bmm(keys, rows.transpose(2, 3))))
+            weights = torch.exp(pattern.hide(scores, mask, span) - sums[:, :, :, start:end])
+            dweights = upright(_bmm(values, grads.transpose(2, 3))).to(sums.dtype)
+            kept = weights
+            if keep is not None:
+                factor = _heads_apart(keep[..., start:end, first:last], key.shape[1])
+                kept, dweights = weights * factor, dweights * factor
+            dscores = weights * (dweights - delta[:, :, :, start:end]) * pattern.scale
+            if bent is not None:
+                dscores = dscores * (1 - bent * bent)
+            turned = lying(dscores)
+            dvalues.append(_bmm(lying(kept), grads))
+            dkeys.append(_bmm(turned, rows))
+            dquery.append(_bmm(turned.transpose(2, 3), keys).unflatten(2, (-1, end - start)))
+        dkey, dvalue = (_sum_blocks(x, spans).to(query.dtype) for x in (dkeys, dvalues))
+        return torch.cat(dquery, 3), dkey, dvalue, None, None, None
+
+
+def _bmm(left: Tensor, right: Tensor) -> Tensor:
+    """Batch product over two leading dimensions. (`bmm` is the fast path of the CPU.)"""
+    return torch.bmm(left.flatten(0, 1), right.flatten(0, 1)).unflatten(0, left.shape[:2])
+
+
+def _sum_blocks(parts: list[Tensor], spans: list[tuple[int, int, int, int]]) -> Tensor:
+    """Add what the blocks of queries gave to each key, in at least float32."""
+    wide = torch.promote_types(parts[0].dtype, torch.float32)
+    sums = []
+    for start, end, _, _ in spans:
+        seen = [
+            part[:, :, start - first : end - first].to(wide)
+            for part, (_, _, first, last) in zip(parts, spans, strict=True)
+            if first <= start and end <= last
+        ]
+        sums.append(sum(seen[1:], seen[0]))
+    return torch.cat(sums, 2)

@@ -1,0 +1,131 @@
+"""Causal models of transformers: made, loaded, and taken apart where training needs it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging
+
+from rostra.errors import RequestError
+
+logging.disable_progress_bar()  # its bars would run through ours
+
+
+def create_model(config: PretrainedConfig, attention: str, seed: int) -> PreTrainedModel:
+    """A model with random float32 weights that depend on `seed` alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(
+            config, attn_implementation=attention, dtype=torch.float32
+        )
+
+
+def load_model(path: str, attention: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A model from a local folder or a hub id, from safetensors only, running no code of it."""
+    folder = Path(path)
+    if folder.is_dir() and not list(folder.glob("*.safetensors")):
+        if list(folder.glob("*.bin")):
+            raise RequestError(
+                f"{path}: the weights are pickles (.bin), which may run code when loaded. "
+                "Convert them where you trust them: load the model with transformers and "
+                "save it with save_pretrained, which writes safetensors."
+            )
+        raise RequestError(f"{path}: holds no model weights (*.safetensors)")
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            path,
+            attn_implementation=attention,
+            dtype=dtype,
+            use_safetensors=True,
+            trust_remote_code=False,
+        )
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise RequestError(
+            f"model.pretrained = {path!r}: cannot load it: {first} "
+            "(give a folder that holds config.json and *.safetensors, or a hub id)"
+        ) from error
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The list of the model's transformer layers, whatever its family calls it."""
+    count = model.config.get_text_config().num_hidden_layers
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise RequestError(f"{type(model).__name__}: found no list of {count} layers in this model")
+
+
+def takes_positions(model: PreTrainedModel) -> bool:
+    """Whether the model takes position ids, which isolate the documents of a sample."""
+    return "position_ids" in inspect.signature(model.base_model.forward).parameters
+
+
+@dataclass(frozen=True)
+class Head:
+    """What turns hidden states [..., hidden] into logits [..., vocabulary]."""
+
+    layer: nn.Linear
+    softcap: float | None  # logits become softcap * tanh(logits / softcap), as in Gemma 2
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.layer(hidden)
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        return logits
+
+
+@torch.no_grad()
+def split_head(model: PreTrainedModel) -> Head | None:
+    """The model's head, when backbone and head alone give the model's logits.
+
+    Tried on a few tokens rather than looked up by family, so that a model which scales or
+    shifts its logits in a way not known here is seen, and trained through its full logits.
+    """
+    layer = model.get_output_embeddings()
+    if not isinstance(layer, nn.Linear) or model.base_model is model:
+        return None
+    head = Head(layer, getattr(model.config, "final_logit_softcapping", None))
+    tokens = torch.arange(1, 5, device=layer.weight.device)[None]
+    with evaluating(model):
+        expected = model(input_ids=tokens, use_cache=False).logits.float()
+        hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+        found = head.logits(hidden).float()
+    return head if torch.allclose(found, expected, rtol=1e-3, atol=1e-4) else None
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Dropout off inside, the former mode after."""
+    was = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was)
+
+
+def parameter_counts(model: nn.Module) -> dict[str, int]:
+    """`parameters` and `trainable_parameters`; tied weights are counted once."""
+    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    return {
+        "parameters": sum(size for size, _ in sizes),
+        "trainable_parameters": sum(size for size, trains in sizes if trains),
+    }
+
+
+def special_tokens(tokenizer: Any) -> dict[str, int | None]:
+    """The ids that a model's config records of its tokenizer."""
+    return {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }

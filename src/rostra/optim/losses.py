@@ -1,0 +1,159 @@
+"""Losses: sums over target tokens, to be divided by the targets of the whole global batch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from rostra.batch import IGNORE
+
+Parts = tuple[Tensor, Tensor]
+
+
+def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
+    """Sum of -log softmax(logits)[label], in nats, over labels that are not IGNORE.
+
+    `logits` [..., vocabulary] of any float type, `labels` [...]; computed in float32.
+    """
+    return functional.cross_entropy(
+        logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORE, reduction="sum"
+    )
+
+
+def chunked_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    scale: float | Tensor = 1.0,
+    chunk: int = 1024,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    compiled: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Cross-entropy of a language model's head, without the logits of the whole batch.
+
+    `hidden` [..., size], `weight` [vocabulary, size], `bias` [vocabulary], `labels` [...].
+    Returns (scale x sum, sum): float32 scalars, the first to call backward on, the second
+    detached, both over labels that are not IGNORE. Logits exist for `chunk` positions at once.
+    Products run in autocast's type where that is on, else in hidden's; softmax and sums in
+    float32. `softcap` c bends logits to c·tanh(logits / c) first (Gemma 2, arXiv:2408.00118).
+    `compiled` has torch.compile fuse what lies between the products.
+
+    The gradients are computed with the loss, chunk by chunk (as in Hsu et al. 2024,
+    arXiv:2410.10989): with z = h·Wᵀ and p = softmax(z), dz = scale·(p - onehot(label)),
+    dh = dz·W, dW = dzᵀ·h. So nothing is computed twice, and a `scale` that holds the loss scale
+    is in dz before it is rounded to float16.
+    """
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    differentiate = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (hidden, weight, bias)
+    )
+    factor = torch.as_tensor(scale, dtype=torch.float32, device=hidden.device)
+    flat, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    piece = _compiled_piece() if compiled else _piece
+    with torch.autocast(device, enabled=False):
+        loss, total = _ChunkedCrossEntropy.apply(
+            flat, weight, bias, targets, factor, chunk, softcap, dtype, piece, differentiate
+        )
+    return loss, total
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        scale: Tensor,
+        chunk: int,
+        softcap: float | None,
+        dtype: torch.dtype,
+        piece: Callable[..., Parts],
+        differentiate: bool,
+    ) -> tuple[Tensor, Tensor]:
+        head = weight.to(dtype)
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        dhidden = dweight = dbias = None
+        if differentiate:
+            wide = torch.promote_types(weight.dtype, torch.float32)
+            dhidden = torch.zeros_like(hidden)
+            dweight = torch.zeros_like(weight, dtype=wide)
+            dbias = None if bias is None else torch.zeros_like(bias, dtype=wide)
+        for start in _chunks_with_targets(labels, chunk):
+            rows = slice(start, start + chunk)
+            part = hidden[rows].to(dtype)
+            loss, dlogits = piece(part, head, bias, labels[rows], scale, softcap, differentiate)
+            total += loss
+            if dhidden is not None and dweight is not None:
+                dhidden[rows] = dlogits @ head
+                dweight += dlogits.t() @ part
+            if dbias is not None:
+                dbias += dlogits.sum(0, dtype=dbias.dtype)
+        ctx.save_for_backward(
+            dhidden,
+            None if dweight is None else dweight.to(weight.dtype),
+            None if dbias is None or bias is None else dbias.to(bias.dtype),
+        )
+        ctx.mark_non_differentiable(total)
+        return scale * total, total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        grads = (None if x is None else x * grad.to(x.dtype) for x in ctx.saved_tensors)
+        return (*grads, *[None] * 7)
+
+
+def _chunks_with_targets(labels: Tensor, chunk: int) -> list[int]:
+    """Where chunks start; on the CPU, where looking is free, only those with a target."""
+    starts = range(0, len(labels), chunk)
+    if labels.device.type != "cpu" or torch.compiler.is_compiling():
+        return list(starts)
+    targets = labels != IGNORE
+    return [start for start in starts if targets[start : start + chunk].any()]
+
+
+def _piece(
+    hidden: Tensor,
+    head: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    scale: Tensor,
+    softcap: float | None,
+    differentiate: bool,
+) -> Parts:
+    """Loss of one chunk, and the gradient of its logits (empty when not asked for)."""
+    logits = (hidden @ head.t()).float()
+    if bias is not None:
+        logits = logits + bias
+    bent = None
+    if softcap is not None:
+        bent = torch.tanh(logits / softcap)
+        logits = bent * softcap
+    target = labels != IGNORE
+    log_sum = torch.logsumexp(logits, 1)
+    chosen = logits.gather(1, labels.clamp(min=0)[:, None])[:, 0]
+    loss = torch.where(target, log_sum - chosen, 0).sum()
+    if not differentiate:
+        return loss, hidden.new_empty(0)
+    columns = torch.arange(logits.shape[1], device=logits.device, dtype=labels.dtype)
+    probability = torch.exp(logits - log_sum[:, None])
+    dlogits = torch.where(columns == labels[:, None], probability - 1, probability)
+    dlogits = dlogits * (target * scale)[:, None]
+    if bent is not None:
+        dlogits = dlogits * (1 - bent * bent)
+    return loss, dlogits.to(hidden.dtype)
+
+
+@functools.cache
+def _compiled_piece() -> Callable[..., Parts]:
+    compiled: Callable[..., Parts] = torch.compile(_piece, dynamic=False)
+    return compiled

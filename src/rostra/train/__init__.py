@@ -1,0 +1,6 @@
+"""Training: the step, the loop, and a run from its config to its final model."""
+
+from rostra.train.run import Origin, run_path, total_steps, train
+from rostra.train.step import Outcome, train_step
+
+__all__ = ["Origin", "Outcome", "run_path", "total_steps", "train", "train_step"]

@@ -1,0 +1,334 @@
+"""A run from its config to its final model: set up, resume, loop, finish."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from rostra.build import build_engine, build_model
+from rostra.checkpoint import (
+    Checkpoint,
+    keep_newest,
+    newest_checkpoint,
+    open_checkpoint,
+    save_checkpoint,
+)
+from rostra.config import Config, config_to_yaml
+from rostra.data import Loader, Prepared, Samples, prepare
+from rostra.errors import RequestError, Stopped
+from rostra.events import Events, JsonLines, Listener, read_events
+from rostra.hardware import best_device
+from rostra.layout import Layout
+from rostra.memory import measure, peak_resident_bytes
+from rostra.models import parameter_counts
+from rostra.parallel import TorchEngine, load_weights
+from rostra.report import write_report
+from rostra.store import Lock, RunFolder, read_manifest, sweep, write_file, write_json
+from rostra.track import TensorBoard
+from rostra.train.choose import check_resumable, choose_layout
+from rostra.train.finish import Evaluator, save_model
+from rostra.train.loop import Loop, StopSignal, every
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A finished or running run whose weights a new run starts from."""
+
+    path: Path
+    step: int | None = None
+    optimizer: bool = False  # its optimizer's state too
+
+    @classmethod
+    def parse(cls, text: str, optimizer: bool = False) -> Origin:
+        """From `RUN` or `RUN@STEP`."""
+        path, at, step = text.rpartition("@")
+        if at and step.isdigit():
+            return cls(Path(path), int(step), optimizer)
+        return cls(Path(text), None, optimizer)
+
+    def open(self) -> Checkpoint:
+        folder = RunFolder(self.path)
+        if self.step is not None and self.step not in folder.steps():
+            known = ", ".join(map(str, folder.steps())) or "none"
+            raise RequestError(f"--from {self.path}@{self.step}: its checkpoints are: {known}")
+        if self.step is not None:
+            return open_checkpoint(folder.checkpoint(self.step))
+        found, problems = newest_checkpoint(folder)
+        if found is None:
+            raise RequestError(f"--from {self.path}: no complete checkpoint {problems or ''}")
+        return found
+
+
+def train(
+    config: Config,
+    listeners: Sequence[Listener] = (),
+    origin: Origin | None = None,
+    new_learning_rate: bool = False,
+) -> dict[str, Any]:
+    """Train the run that `config` describes, or go on with it where it stands.
+
+    Returns the run's summary, which is also in `summary.json`. Raises RequestError for what
+    is wrong with the request, and then leaves nothing of a new run behind; TrainingFailed;
+    and Stopped when a signal stopped the run, with a checkpoint saved.
+    """
+    folder = RunFolder(run_path(config))
+    lines = JsonLines()
+    events = Events(listeners=[*listeners, lines])
+    with _claimed(folder) as (new, lock):
+        if lock.notice:
+            events.notice(lock.notice)
+        sweep(folder.path)
+        checkpoint = None if new else _resumable(folder, config, events, new_learning_rate)
+        if not new and (summary := _finished(folder, config, checkpoint)) is not None:
+            events.notice(f"{folder.path}: this run is finished; see its report.html")
+            return summary
+        if origin is not None and checkpoint is not None:
+            raise RequestError(f"{folder.path}: --from starts a new run, but this one exists")
+        return _Training(config, folder, events, checkpoint, origin).train(lines)
+
+
+def run_path(config: Config) -> Path:
+    return Path(config.run.output or f"runs/{config.run.name}")
+
+
+@contextlib.contextmanager
+def _claimed(folder: RunFolder) -> Iterator[tuple[bool, Lock]]:
+    """The run's folder, locked; removed again when a new run's request proves wrong."""
+    if folder.path.exists() and not folder.path.is_dir():
+        raise RequestError(f"{folder.path}: is a file; choose another folder with run.output")
+    made = [p for p in (folder.path, *folder.path.parents) if not p.exists()]
+    strangers = [] if made else [p.name for p in folder.path.glob("[!.]*")]
+    new = not folder.config.exists()
+    if new and set(strangers) - {"lock.json", "events.jsonl"}:
+        raise RequestError(
+            f"{folder.path}: holds {strangers[0]} and is no run; "
+            "choose an empty or new folder with run.output"
+        )
+    folder.path.mkdir(parents=True, exist_ok=True)
+    try:
+        with Lock(folder.path) as lock:
+            yield new, lock
+    except BaseException as error:
+        nothing_yet = isinstance(error, RequestError) or not folder.config.exists()
+        in_use = (folder.path / "lock.json").exists()
+        if new and nothing_yet and not folder.steps() and not in_use:
+            for path in made:
+                with contextlib.suppress(OSError):  # a parent that others use by now stays
+                    shutil.rmtree(path) if path == folder.path else path.rmdir()
+        raise
+
+
+def _resumable(
+    folder: RunFolder, config: Config, events: Events, new_learning_rate: bool
+) -> Checkpoint | None:
+    """The checkpoint to go on from, after checking that the config still fits it."""
+    sweep(folder.checkpoints)
+    checkpoint, problems = newest_checkpoint(folder)
+    for problem in problems:
+        events.notice(f"{problem}; going back to an older checkpoint")
+    if checkpoint is not None:
+        new = config.model_dump(mode="json")
+        check_resumable(checkpoint.config, new, str(folder.path), new_learning_rate)
+    return checkpoint
+
+
+def _finished(
+    folder: RunFolder, config: Config, checkpoint: Checkpoint | None
+) -> dict[str, Any] | None:
+    """The summary of a run that has nothing left to do."""
+    if checkpoint is None or not folder.summary.exists():
+        return None
+    summary: dict[str, Any] = json.loads(folder.summary.read_text())
+    old, new = checkpoint.config["train"], config.model_dump(mode="json")["train"]
+    same = all(old[key] == new[key] for key in ("steps", "tokens", "epochs"))
+    return summary if same and summary["steps"] == checkpoint.position.step else None
+
+
+class _Training:
+    """The parts of one run, put together in the order in which they need each other."""
+
+    def __init__(
+        self,
+        config: Config,
+        folder: RunFolder,
+        events: Events,
+        checkpoint: Checkpoint | None,
+        origin: Origin | None,
+    ) -> None:
+        self.config, self.folder, self.events = config, folder, events
+        self.device = best_device()
+        self.prepared: Prepared = prepare(config.data, config.model.pretrained, events.notice)
+        data = config.data
+        samples = Samples(
+            self.prepared.train, data.sequence_length, config.run.seed, data.isolate_documents
+        )
+        self.loader = Loader(samples, config.train.global_batch_size)
+        self.steps = total_steps(config, len(samples))
+        model = build_model(config, self.prepared.tokenizer, self.device)
+        self.counts = parameter_counts(model)
+        self.layout = self._layout(checkpoint)
+        self.engine = build_engine(config, self.layout, model, self.device, self.steps, events)
+        self.loop = Loop(self.engine, self.loader, events, self.steps, config.stability.bad_steps)
+        if checkpoint is not None:
+            checkpoint.restore(self.engine)
+            self.loop.position = checkpoint.position
+        else:
+            torch.manual_seed(config.run.seed)
+            if origin is not None:
+                _start_from(origin, self.engine)
+        self.evaluator = Evaluator(config, self.prepared, self.engine, events)
+
+    def _layout(self, checkpoint: Checkpoint | None) -> Layout:
+        config = self.config
+        if checkpoint is not None:  # compiled or not is the run's own: it changes rounding
+            compiled = checkpoint.layout.compile
+            config = config.model_copy(
+                update={"train": config.train.model_copy(update={"compile": compiled})}
+            )
+        tokens = self.steps * config.train.global_batch_size * config.data.sequence_length
+        return choose_layout(config, self.device, self.counts["parameters"], tokens)
+
+    def train(self, lines: JsonLines) -> dict[str, Any]:
+        folder = self.folder
+        write_file(folder.config, config_to_yaml(self.config))
+        plan = {"feasible": True, "chosen": {"layout": self.layout.to_dict()}, "considered": 1}
+        write_json(folder.plan, plan)
+        with contextlib.ExitStack() as closing:
+            lines.open(folder.events)
+            closing.callback(lines.close)
+            if self.config.monitor.tensorboard:
+                board = TensorBoard(folder.tensorboard, self.loop.position.step)
+                closing.callback(board.close)
+                self.events.subscribe(board)
+            self._subscribe()
+            self.events.emit(
+                "started",
+                name=self.config.run.name,
+                layout=self.layout.to_dict(),
+                steps=self.steps,
+                step=self.loop.position.step,
+                device=str(self.device),
+                **self.counts,
+            )
+            self._run_loop()
+            return self._finish()
+
+    def _subscribe(self) -> None:
+        """What happens beside the steps, each with its period."""
+        checkpoint, evaluate = self.config.checkpoint, self.config.evaluate
+        period = checkpoint.every or max(1, self.steps // 10)
+        self.events.subscribe(every(period, self._save, last=self.steps))
+        if evaluate.every is not None:
+            self.events.subscribe(every(evaluate.every, self.evaluator.while_training))
+
+    def _run_loop(self) -> None:
+        with StopSignal() as stop:
+            self._measured_steps(stop)
+            self.loop.run(stop)
+        if stop.reason is not None and self.loop.position.step < self.steps:
+            path = self._save(self.loop.position.step)
+            self.events.emit("stopped", step=self.loop.position.step, reason=stop.reason)
+            raise Stopped(
+                f"stopped by {stop.reason} at step {self.loop.position.step} of {self.steps}; "
+                f"saved {path}; start the same command again to go on"
+            )
+
+    def _measured_steps(self, stop: StopSignal) -> None:
+        """The first steps; memory is measured over the second, when all states exist and
+        compiled code has run."""
+        here = self.loop.position.step
+        self.loop.run(stop, until=here + 1)
+        if self.loop.position.step < self.steps and stop.reason is None:
+            with measure(self.engine.model, *self.engine.optimizers.parts) as memory:
+                self.loop.run(stop, until=here + 2)
+            self.events.emit("memory", step=here + 2, bytes=memory.bytes)
+
+    def _save(self, step: int) -> Path:
+        began = self.events.clock()
+        path = save_checkpoint(
+            self.folder,
+            self.engine,
+            self.loop.position,
+            self.layout,
+            self.config.model_dump(mode="json"),
+        )
+        keep_newest(self.folder, self.config.checkpoint.keep)
+        seconds = round(self.events.clock() - began, 3)
+        self.events.emit("checkpoint", step=step, path=str(path), seconds=seconds)
+        return path
+
+    def _finish(self) -> dict[str, Any]:
+        found = self.evaluator.final()
+        manifest = read_manifest(self.folder.model)
+        if manifest is None or manifest["step"] != self.steps:
+            save_model(self.folder.model, self.engine.model, self.prepared.tokenizer, self.steps)
+        summary = {
+            **self._seen(),
+            **found,
+            "planned_peak_memory_bytes": None,
+            "resident_bytes": peak_resident_bytes(),
+            "layout": self.layout.to_dict(),
+            **self.counts,
+        }
+        self.events.emit("finished", step=self.steps, summary=summary)
+        write_report(self.folder.events, self.folder.path)
+        write_json(self.folder.summary, summary)
+        return summary
+
+    def _seen(self) -> dict[str, Any]:
+        """What the events tell of the whole run, also of its earlier processes."""
+        steps: dict[int, Any] = {}
+        memory: dict[str, int] = {}
+        for event in read_events(self.folder.events):
+            if event.kind == "step":
+                steps[event["step"]] = event
+            elif event.kind == "memory":
+                memory = event["bytes"]
+        size = self.config.train.global_batch_size * self.config.data.sequence_length
+        return {
+            "steps": self.steps,
+            "tokens": self.loop.position.tokens,
+            "loss": steps[self.steps]["loss"],
+            "tokens_per_second": size / median(e["seconds"] for e in steps.values()),
+            "seconds": sum(e["seconds"] for e in steps.values()),
+            "peak_memory_bytes": memory.get("total"),
+            "memory_bytes": memory,
+        }
+
+
+def total_steps(config: Config, samples: int) -> int:
+    """Optimizer steps of the whole run; `samples` are those of one epoch."""
+    train, size = config.train, config.train.global_batch_size
+    if train.steps is not None:
+        return train.steps
+    if train.tokens is not None:
+        return max(1, -(-train.tokens // (size * config.data.sequence_length)))
+    assert train.epochs is not None
+    return max(1, round(train.epochs * samples / size))
+
+
+def _start_from(origin: Origin, engine: TorchEngine) -> None:
+    """Weights of another run, and its optimizer's state if asked, at step 0 of this one."""
+    checkpoint = origin.open()
+    tensors = checkpoint.tensors()
+    try:
+        if origin.optimizer:
+            engine.load_state(
+                {k: v for k, v in tensors.items() if not k.startswith("random/")},
+                {**checkpoint.values, "steps": 0},
+            )
+        else:
+            weights = {k[6:]: v for k, v in tensors.items() if k.startswith("model/")}
+            load_weights(engine.model, weights)
+            if engine.master is not None:
+                engine.master.adopt()
+    except (ValueError, KeyError, RuntimeError) as error:
+        raise RequestError(f"--from {origin.path}: does not fit this config: {error}") from error

@@ -1,0 +1,78 @@
+"""What all tests share: one thread, tiny models and corpora, and honest skips."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+REPOSITORY = Path(__file__).parent.parent
+SHARED_DATA = REPOSITORY.parent / "shared" / "data"
+
+
+def pytest_configure() -> None:
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Long forms run only when asked for: `pytest -m soak`."""
+    if config.option.markexpr:
+        return
+    long = [item for item in items if "soak" in item.keywords]
+    config.hook.pytest_deselected(items=long)
+    items[:] = [item for item in items if item not in long]
+
+
+def need(found: object, what: str) -> None:
+    """Skip when something is not installed; fail where ROSTRA_TEST_ALL says all must run."""
+    if found:
+        return
+    if os.environ.get("ROSTRA_TEST_ALL"):
+        pytest.fail(f"{what} is not installed")
+    pytest.skip(f"{what} is not installed")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Shards of tests go to a folder of their own, shared by the tests of one session."""
+    os.environ["ROSTRA_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Forty short documents with something to learn in them."""
+    folder = tmp_path_factory.mktemp("corpus")
+    words = "the sun rose over a quiet harbour while small boats went out to sea again".split()
+    for index in range(40):
+        line = " ".join(words[(index * step) % len(words)] for step in range(1, 60))
+        (folder / f"{index:02}.txt").write_text(f"Chapter {index}.\n{line}.\n" * 4)
+    return folder
+
+
+@pytest.fixture
+def tiny(corpus: Path, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """A config of a run that takes seconds; keyword arguments replace whole sections' keys."""
+
+    def make(**sections: dict[str, Any]) -> dict[str, Any]:
+        values: dict[str, Any] = {
+            "run": {"name": "tiny", "output": str(tmp_path / "run")},
+            "model": {"preset": "tiny"},
+            "data": {
+                "sources": [{"type": "text", "path": str(corpus)}],
+                "tokenizer": {"vocabulary": 300},
+                "sequence_length": 32,
+                "held_out": 0.2,
+            },
+            "train": {"steps": 6, "global_batch_size": 4, "compile": False},
+            "precision": {"compute": "fp32"},
+            "monitor": {"tensorboard": False},
+        }
+        for name, section in sections.items():
+            values[name] = {**values.get(name, {}), **section}
+        return values
+
+    return make

@@ -1,0 +1,374 @@
+"""Whole runs on a tiny model: what is left behind, resuming, stopping, refusing."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rostra import RequestError, Run
+from rostra.checkpoint import newest_checkpoint, open_checkpoint
+from rostra.errors import TrainingFailed
+from rostra.events import Event, read_events
+from rostra.store import RunFolder, read_manifest
+
+Tiny = Callable[..., dict[str, Any]]
+
+# What scripts rely on; more keys are welcome.
+SUMMARY = {
+    "steps", "tokens", "loss", "eval_loss", "bits_per_byte", "tokens_per_second",
+    "peak_memory_bytes", "planned_peak_memory_bytes", "layout", "parameters",
+    "trainable_parameters",
+}  # fmt: skip
+
+
+def losses(path: Path) -> dict[int, float]:
+    """The loss of every step; the later of two lines wins."""
+    events = read_events(path / "events.jsonl")
+    return {event["step"]: event["loss"] for event in events if event.kind == "step"}
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    return load_file(path / "model" / "model.safetensors")
+
+
+def assert_same_run(one: Path, two: Path) -> None:
+    assert losses(one) == losses(two)
+    first, second = weights(one), weights(two)
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+def test_a_run_leaves_all_its_parts(tiny: Tiny) -> None:
+    values = tiny(
+        train={"steps": 12},
+        evaluate={"every": 5, "prompt": "the", "compare_xz": True},
+        monitor={"tensorboard": True},
+    )
+    run = Run.open(values)
+    summary = run.train()
+    assert summary.keys() >= SUMMARY
+    assert summary == json.loads((run.path / "summary.json").read_text())
+    assert summary["steps"] == 12
+    # 4 samples of 32 positions; the last token of a document has no target.
+    assert 12 * 4 * 30 <= summary["tokens"] <= 12 * 4 * 32
+    assert summary["xz_bits_per_byte"] > summary["xz_whole_bits_per_byte"] > 0
+    held = 4 * summary["parameters"]
+    assert held <= summary["memory_bytes"]["parameters"] < 1.01 * held  # a few buffers
+    assert summary["peak_memory_bytes"] > 4 * held
+    for name in ("config.yaml", "plan.json", "report.html", "tensorboard", "model"):
+        assert (run.path / name).exists(), name
+    assert not (run.path / "lock.json").exists()
+    kinds = [event.kind for event in read_events(run.path / "events.jsonl")]
+    assert kinds.count("step") == 12
+    assert kinds.count("evaluation") == 3
+    assert kinds.count("generation") == 3
+    found = losses(run.path)
+    assert found[12] < found[1] - 0.1
+
+
+def test_the_final_model_loads_in_transformers_with_equal_logits(tiny: Tiny) -> None:
+    run = Run.open(tiny())
+    run.train()
+    tensors = open_checkpoint(RunFolder(run.path).checkpoint(6)).tensors()
+    model = AutoModelForCausalLM.from_pretrained(run.path / "model", dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, tensors[f"model/{name}"]), name
+    tokenizer = AutoTokenizer.from_pretrained(run.path / "model")
+    ids = tokenizer("the sun rose", return_tensors="pt").input_ids
+    from rostra.generate import load_for_generation
+
+    ours, _ = load_for_generation(str(run.path))
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, ours(ids).logits)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adafactor", "lion", "muon"])
+def test_a_resumed_run_is_bit_identical(tiny: Tiny, tmp_path: Path, optimizer: str) -> None:
+    sections: dict[str, Any] = {
+        "optimizer": {"name": optimizer},
+        "model": {"preset": "tiny", "size": {"dropout": 0.1}},
+        "train": {"steps": 7},
+        "checkpoint": {"every": 3},
+    }
+    whole = Run.open(tiny(**sections, run={"output": str(tmp_path / "whole")}))
+    whole.train()
+    cut = Run.open(tiny(**sections, run={"output": str(tmp_path / "cut")}))
+
+    def interrupt(event: Event) -> None:
+        if event.kind == "step" and event["step"] == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cut.train([interrupt])
+    assert RunFolder(cut.path).steps() == [3]
+    cut.train()
+    assert_same_run(whole.path, cut.path)
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp16", "bf16_pure"])
+def test_a_resumed_run_is_bit_identical_in_half_precision(
+    tiny: Tiny, tmp_path: Path, compute: str
+) -> None:
+    sections: dict[str, Any] = {
+        "precision": {"compute": compute},
+        "train": {"steps": 4},
+        "checkpoint": {"every": 2, "keep": 9},
+    }
+    whole = Run.open(tiny(**sections, run={"output": str(tmp_path / "whole")}))
+    whole.train()
+    cut = Run.open(tiny(**sections, run={"output": str(tmp_path / "cut")}))
+
+    def interrupt(event: Event) -> None:
+        if event.kind == "step" and event["step"] == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cut.train([interrupt])
+    cut.train()
+    assert_same_run(whole.path, cut.path)
+
+
+def start(config: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "rostra.cli", "train", str(config)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+
+
+def write(tmp_path: Path, name: str, values: dict[str, Any]) -> Path:
+    values["run"]["output"] = str(tmp_path / name)
+    path = tmp_path / f"{name}.yaml"
+    path.write_text(json.dumps(values))  # JSON is YAML
+    return path
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_the_same_command_goes_on(
+    tiny: Tiny, tmp_path: Path, number: signal.Signals
+) -> None:
+    config = write(tmp_path, "run", tiny(train={"steps": 3000}))
+    process = start(config)
+    wait_for_steps(tmp_path / "run", process, 5)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 75, said
+    assert "start the same command again" in said
+    folder = RunFolder(tmp_path / "run")
+    (step,) = folder.steps()
+    assert read_manifest(folder.checkpoint(step)) is not None
+    assert Run.open(config, [f"train.steps={step + 2}"]).train()["steps"] == step + 2
+
+
+def wait_for_steps(folder: Path, process: subprocess.Popen[str], steps: int) -> None:
+    path = folder / "events.jsonl"
+    while process.poll() is None:
+        if path.exists() and path.read_text().count('"event": "step"') >= steps:
+            return
+        time.sleep(0.02)
+    pytest.fail(f"ended early: {process.communicate()[1]}")
+
+
+def kill_and_go_on(config: Path, folder: Path, kills: int, seed: int) -> int:
+    """Kill the run at random moments until it has been killed `kills` times, then let it
+    finish; returns how often a kill fell into the writing of a checkpoint."""
+    chance = random.Random(seed)
+    writing = done = 0
+    while done < kills:
+        before = (folder / "events.jsonl").read_text().count("\n") if folder.exists() else 0
+        process = start(config)
+        into_writing = chance.random() < 0.5
+        wait_for_lines(folder, process, before + chance.randint(2, 12))
+        if into_writing:
+            wait_for_writing(folder, process)
+        if process.poll() is not None:
+            break
+        writing += bool(list((folder / "checkpoints").glob(".*.aside")))
+        process.kill()
+        process.communicate()
+        done += 1
+    process = start(config)
+    _, said = process.communicate(timeout=300)
+    assert process.returncode == 0, said
+    assert done == kills, "the run ended before it was killed often enough"
+    return writing
+
+
+def wait_for_lines(folder: Path, process: subprocess.Popen[str], lines: int) -> None:
+    path = folder / "events.jsonl"
+    while process.poll() is None and not (path.exists() and path.read_text().count("\n") > lines):
+        time.sleep(0.005)
+
+
+def wait_for_writing(folder: Path, process: subprocess.Popen[str]) -> None:
+    end = time.time() + 5
+    while process.poll() is None and time.time() < end:
+        if list((folder / "checkpoints").glob(".*.aside")):
+            return
+
+
+def _killed_runs(tiny: Tiny, tmp_path: Path, kills: int, steps: int) -> None:
+    sections: dict[str, Any] = {"train": {"steps": steps}, "checkpoint": {"every": 2}}
+    undisturbed = write(tmp_path, "whole", tiny(**sections))
+    process = start(undisturbed)
+    assert process.wait(timeout=300) == 0
+    writing = kill_and_go_on(
+        write(tmp_path, "killed", tiny(**sections)), tmp_path / "killed", kills, seed=kills
+    )
+    assert writing > 0, "no kill fell into the writing of a checkpoint"
+    assert_same_run(tmp_path / "whole", tmp_path / "killed")
+
+
+def test_kill_9_loses_nothing(tiny: Tiny, tmp_path: Path) -> None:
+    _killed_runs(tiny, tmp_path, kills=4, steps=80)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_kill_9_at_twenty_moments_loses_nothing(tiny: Tiny, tmp_path: Path) -> None:
+    _killed_runs(tiny, tmp_path, kills=20, steps=400)
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_an_older_one(tiny: Tiny, tmp_path: Path) -> None:
+    sections: dict[str, Any] = {"train": {"steps": 7}, "checkpoint": {"every": 2, "keep": 9}}
+    whole = Run.open(tiny(**sections, run={"output": str(tmp_path / "whole")}))
+    whole.train()
+    hurt = Run.open(tiny(**sections, run={"output": str(tmp_path / "hurt")}))
+
+    def interrupt(event: Event) -> None:
+        if event.kind == "step" and event["step"] == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        hurt.train([interrupt])
+    folder = RunFolder(hurt.path)
+    path = folder.checkpoint(4) / "state.safetensors"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    notices: list[str] = []
+    hurt.train([lambda e: notices.append(e["message"]) if e.kind == "notice" else None])
+    assert any("step-4: damaged" in notice for notice in notices)
+    assert_same_run(whole.path, hurt.path)
+
+
+def test_a_finished_run_says_so_and_a_longer_one_goes_on(tiny: Tiny) -> None:
+    constant = {"name": "constant", "warmup": 0}
+    run = Run.open(tiny(schedule=constant))
+    summary = run.train()
+    said: list[Event] = []
+    assert run.train([said.append]) == summary
+    assert [e.kind for e in said] == ["notice"]
+    assert "finished" in said[0]["message"]
+    longer = Run.open(tiny(schedule=constant, train={"steps": 9}))
+    assert longer.train()["steps"] == 9
+    assert read_manifest(run.path / "model")["step"] == 9  # type: ignore[index]
+
+
+def test_resuming_refuses_what_would_change_the_past(tiny: Tiny) -> None:
+    run = Run.open(tiny())
+    run.train()
+    with pytest.raises(RequestError) as caught:
+        Run.open(tiny(optimizer={"learning_rate": 1e-5}, run={"seed": 3})).train()
+    message = str(caught.value)
+    assert "optimizer.learning_rate: 0.0003 in" in message
+    assert "1e-05 asked for" in message
+    assert "run.seed: 0 in" in message
+    assert "--new-learning-rate" in message
+    changed = Run.open(tiny(optimizer={"learning_rate": 1e-5}, train={"steps": 8}))
+    rates: list[float] = []
+    changed.train(
+        [lambda e: rates.append(e["learning_rate"]) if e.kind == "step" else None],
+        new_learning_rate=True,
+    )
+    assert len(rates) == 2
+    assert max(rates) <= 1e-5
+
+
+def test_a_run_starts_from_anothers_weights(tiny: Tiny, tmp_path: Path) -> None:
+    first = Run.open(tiny(checkpoint={"every": 3, "keep": 5}, train={"steps": 12}))
+    first.train()
+    branch = Run.open(tiny(run={"output": str(tmp_path / "branch")}, schedule={"warmup": 0}))
+    branch.train(origin=f"{first.path}@9")
+    assert losses(branch.path)[1] < losses(first.path)[1] - 0.05
+    with pytest.raises(RequestError, match="its checkpoints are: 3, 6, 9, 12"):
+        other = Run.open(tiny(run={"output": str(tmp_path / "other")}))
+        other.train(origin=f"{first.path}@5")
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_branch_with_its_optimizer_goes_on_where_the_run_stood(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    """From a constant schedule, on the same data, the branch's weights after its first step
+    are those that the run itself had after seeing that data with the same optimizer state."""
+    constant = {"schedule": {"name": "constant", "warmup": 0}}
+    first = Run.open(tiny(**constant, train={"steps": 4}))
+    first.train()
+    branch = Run.open(tiny(**constant, run={"output": str(tmp_path / "b")}, train={"steps": 2}))
+    branch.train(origin=str(first.path), with_optimizer=True)
+    found, _ = newest_checkpoint(RunFolder(branch.path))
+    assert found is not None
+    steps = {k: v for k, v in found.tensors().items() if k.endswith("/step")}
+    assert steps
+    assert all(int(value) == 6 for value in steps.values())
+
+
+def test_training_that_diverges_for_good_exits_4(tiny: Tiny) -> None:
+    run = Run.open(
+        tiny(
+            optimizer={"name": "sgd", "learning_rate": 1e30},
+            stability={"clip": None, "bad_steps": 3},
+            train={"steps": 50},
+            schedule={"warmup": 0},
+        )
+    )
+    with pytest.raises(TrainingFailed, match="4 steps in a row") as caught:
+        run.train()
+    assert caught.value.exit_code == 4
+
+
+@pytest.mark.parametrize("length", [{"tokens": 500}, {"epochs": 0.5}])
+def test_the_length_of_a_run_in_tokens_or_epochs(tiny: Tiny, length: dict[str, Any]) -> None:
+    values = tiny()
+    del values["train"]["steps"]
+    values["train"] |= length
+    run = Run.open(values)
+    summary = run.train()
+    if "tokens" in length:
+        assert summary["steps"] == 4  # 128 positions a step
+    else:
+        tokens = run.prepare().train.tokens
+        assert summary["steps"] == round(0.5 * ((tokens - 1) // 32) / 4)
+
+
+def test_evaluate_repeats_the_final_evaluation(tiny: Tiny) -> None:
+    run = Run.open(tiny())
+    summary = run.train()
+    found = Run.open(run.path).evaluate()
+    assert found["eval_loss"] == pytest.approx(summary["eval_loss"], rel=1e-6)
+    assert found["bits_per_byte"] == pytest.approx(summary["bits_per_byte"], rel=1e-6)
+
+
+def test_generation_depends_on_its_seed_alone(tiny: Tiny) -> None:
+    from rostra import Sampling
+
+    run = Run.open(tiny())
+    run.train()
+    one = run.generate("the sun", Sampling(tokens=20, seed=1))
+    assert one == run.generate("the sun", Sampling(tokens=20, seed=1))
+    assert one != run.generate("the sun", Sampling(tokens=20, seed=2))
