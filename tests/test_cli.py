@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import REPOSITORY
 from transformers import AutoTokenizer
 
+from conftest import REPOSITORY
 from rostra import Run
 
 Tiny = Callable[..., dict[str, Any]]

@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY
 
+from conftest import REPOSITORY
 from rostra.config import read_config
 
 EXAMPLES = sorted((REPOSITORY / "examples").rglob("*.yaml"))

@@ -19,6 +19,21 @@ def test_events_reach_every_listener_and_the_file(tmp_path: Path) -> None:
     assert list(read_events(tmp_path / "events.jsonl")) == seen
 
 
+def test_a_loss_that_is_not_finite_is_null(tmp_path: Path) -> None:
+    lines = JsonLines()
+    lines.open(tmp_path / "events.jsonl")
+    Events(listeners=[lines]).emit(
+        "evaluation",
+        step=1,
+        loss=float("nan"),
+        perplexity=float("inf"),
+        bits_per_byte=1.0,
+        seconds=1.0,
+    )
+    (event,) = read_events(tmp_path / "events.jsonl")
+    assert (event["loss"], event["perplexity"], event["bits_per_byte"]) == (None, None, 1.0)
+
+
 def test_an_event_must_be_complete() -> None:
     with pytest.raises(ValueError, match="reason"):
         Events().emit("stopped", step=3)

@@ -21,7 +21,6 @@ from rostra.events import Events, Listener
 from rostra.generate import Sampling, generate_text, load_for_generation
 from rostra.hardware import best_device
 from rostra.models import load_model
-from rostra.models.attention import choose
 from rostra.store import RunFolder
 from rostra.train import Origin, run_path, train
 from rostra.train.choose import choose_layout
@@ -75,8 +74,7 @@ class Run:
             raise RequestError(f"{self.path}: this run has no final model yet; let it finish")
         events, device = Events(listeners=list(listeners)), best_device()
         prepared = self.prepare(events.notice)
-        section, length = self.config.model, self.config.data.sequence_length
-        model = load_model(str(folder.model), choose(section.attention, device, length))
+        model = load_model(str(folder.model))
         layout = choose_layout(self.config, device, 0, 0)
         engine = build_engine(self.config, layout, model.to(device), device, 1, events)
         return Evaluator(self.config, prepared, engine, events).final()

@@ -1,7 +1,8 @@
 """From config and layout to a model on its devices, and the engine that trains it.
 
 The one place where loading, attention, compiling, precision and optimizer meet, in this
-order: model (created or loaded) → precision of the weights → compile → optimizer → engine.
+order: model (created or loaded) → attention → precision of the weights → compile → optimizer →
+engine.
 """
 
 from __future__ import annotations
@@ -39,17 +40,14 @@ from rostra.optim import (
 from rostra.parallel import Loss, TorchEngine
 
 
-def build_model(
-    config: Config, tokenizer: Any, device: torch.device, attention: str | None = None
-) -> PreTrainedModel:
+def build_model(config: Config, tokenizer: Any, device: torch.device) -> PreTrainedModel:
     """The model of the config in float32 on `device`, made for `tokenizer`."""
     section, length = config.model, config.data.sequence_length
-    attention = attention or choose(section.attention, device, length)
     if section.pretrained is not None:
-        model = load_model(section.pretrained, attention)
+        model = load_model(section.pretrained)
     else:
         shape = scratch_config(section, len(tokenizer), length, special_tokens(tokenizer))
-        model = create_model(shape, attention, config.run.seed)
+        model = create_model(shape, config.run.seed)
     _check_fit(model, tokenizer, config)
     return model.to(device)
 
@@ -90,6 +88,8 @@ def build_engine(
     """The engine that trains `model` as `layout` says, for `total_steps` steps."""
     model.train()
     model.config.use_cache = False
+    length, asked = config.data.sequence_length, config.model.attention
+    model.set_attn_implementation(choose(asked, device, length, layout.compile))
     if layout.compute == "bf16_pure":
         model.to(torch.bfloat16)
     head = split_head(model)

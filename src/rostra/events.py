@@ -7,6 +7,7 @@ event, and is enough to rebuild every picture of the run.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -84,13 +85,19 @@ class JsonLines:
         if self._file is None:
             self._early.append(event)
             return
-        line = {"time": round(event.time, 3), "event": event.kind, **event.fields}
-        self._file.write(json.dumps(line) + "\n")
+        fields = {key: _plain(value) for key, value in event.fields.items()}
+        line = {"time": round(event.time, 3), "event": event.kind, **fields}
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no number for what is not finite: it becomes null."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def end_line(path: Path) -> None:

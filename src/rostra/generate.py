@@ -33,7 +33,7 @@ def load_for_generation(path: str) -> tuple[PreTrainedModel, Any]:
         raise RequestError(f"{path}: this run has no final model yet; let it finish first")
     elif path.startswith((".", "/")) and not (folder / "config.json").exists():
         raise RequestError(f"{path}: no such model: give a run's folder or a model's")
-    model = load_model(path, "sdpa")
+    model = load_model(path)
     return model, AutoTokenizer.from_pretrained(path, trust_remote_code=False)
 
 

@@ -11,6 +11,7 @@ take from the system by themselves (oneDNN, the C library) is no tensor and is n
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -24,6 +25,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 KINDS = ("parameters", "gradients", "optimizer", "activations")
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 _GRADIENT = "rostra.gradient:"  # marks in the profiler's stream; the address follows
 
 
@@ -174,6 +176,19 @@ def _kinds_of_blocks(stream: list[tuple[int, int]], states: set[int]) -> dict[in
         elif address in taken:
             kinds[taken[address]] = "gradients"
     return kinds | {taken[a]: "optimizer" for a in states if a in taken}
+
+
+def keep_freed_memory() -> None:
+    """Let the C library keep the memory that is freed, for the next step.
+
+    By default glibc gives large blocks back to the kernel at once, and every step takes its
+    activations as fresh pages: writing a new tensor of 32 MB took 7.5 ms so, and 0.5 ms from
+    kept memory. Does nothing with other C libraries.
+    """
+    with contextlib.suppress(AttributeError, OSError):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)  # give nothing back
+        libc.mallopt(_M_MMAP_MAX, 0)  # map no block by itself
 
 
 def resident_bytes() -> int:

@@ -31,7 +31,7 @@ def section(**values: Any) -> ModelSection:
 def small(architecture: str, **size: Any) -> PreTrainedModel:
     size = {"hidden_size": 32, "layers": 3, "heads": 4, **size}
     config = scratch_config(section(architecture=architecture, size=size), 101, 16, SPECIAL)
-    return create_model(config, "sdpa", seed=0)
+    return create_model(config, seed=0)
 
 
 @pytest.mark.parametrize("architecture", list(FAMILIES))
@@ -68,11 +68,11 @@ def test_a_head_with_a_softcap_is_understood_and_an_unknown_one_is_not_split() -
         "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 64, "vocab_size": 101,
     }  # fmt: skip
     gemma = AutoConfig.for_model("gemma2", **sizes, final_logit_softcapping=0.5)
-    head = split_head(create_model(gemma, "eager", 0))
+    head = split_head(create_model(gemma, 0, "eager"))
     assert head is not None
     assert head.softcap == 0.5
     granite = AutoConfig.for_model("granite", **sizes, logits_scaling=8.0)
-    assert split_head(create_model(granite, "eager", 0)) is None
+    assert split_head(create_model(granite, 0)) is None
 
 
 def test_the_seed_alone_decides_the_weights() -> None:
@@ -123,20 +123,20 @@ def test_an_impossible_shape_is_refused(values: dict[str, Any], said: str) -> No
 def test_a_model_comes_back_from_its_folder(tmp_path: Path) -> None:
     model = small("qwen3")
     model.save_pretrained(tmp_path / "model")
-    loaded = load_model(str(tmp_path / "model"), "sdpa")
+    loaded = load_model(str(tmp_path / "model"))
     for a, b in zip(model.parameters(), loaded.parameters(), strict=True):
         assert torch.equal(a, b)
 
 
 def test_a_folder_that_is_no_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="holds no model weights"):
-        load_model(str(tmp_path), "sdpa")
+        load_model(str(tmp_path))
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
     with pytest.raises(RequestError, match="pickles"):
-        load_model(str(tmp_path), "sdpa")
+        load_model(str(tmp_path))
     (tmp_path / "model.safetensors").write_bytes(b"x")
     with pytest.raises(RequestError, match="cannot load it"):
-        load_model(str(tmp_path), "sdpa")
+        load_model(str(tmp_path))
 
 
 def test_code_in_a_models_folder_is_not_run(tmp_path: Path) -> None:
@@ -146,5 +146,5 @@ def test_code_in_a_models_folder_is_not_run(tmp_path: Path) -> None:
     text = (tmp_path / "config.json").read_text()
     mapped = '{"auto_map": {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"},'
     (tmp_path / "config.json").write_text(mapped + text.lstrip().removeprefix("{"))
-    load_model(str(tmp_path), "sdpa")
+    load_model(str(tmp_path))
     assert not (tmp_path / "ran").exists()

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from rostra.models.attention import choose
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -17,6 +16,7 @@ from rostra.config.schema import ModelSection
 from rostra.events import Events
 from rostra.layout import Layout
 from rostra.models import create_model, scratch_config
+from rostra.models.attention import choose
 from rostra.parallel import TorchEngine
 from rostra.train import train_step
 
@@ -34,13 +34,13 @@ def config_of(**sections: Any) -> Config:
     return config_from_dict({**values, **sections})
 
 
-def model_of(architecture: str, attention: str = "sdpa") -> PreTrainedModel:
+def model_of(architecture: str, attention: str | None = None) -> PreTrainedModel:
     size = {"hidden_size": 32, "layers": 2, "heads": 4, "intermediate_size": 64}
     if architecture not in ("gpt2",):
         size["kv_heads"] = 2
     section = ModelSection.model_validate({"architecture": architecture, "size": size})
     special = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-    return create_model(scratch_config(section, VOCABULARY, LENGTH, special), attention, seed=1)
+    return create_model(scratch_config(section, VOCABULARY, LENGTH, special), 1, attention)
 
 
 def batch_of(seed: int = 0) -> Batch:
@@ -57,7 +57,7 @@ def batch_of(seed: int = 0) -> Batch:
 
 
 def engine_of(
-    model: PreTrainedModel, micro: int = SAMPLES, compute: Any = "fp32", **sections: Any
+    model: PreTrainedModel, /, micro: int = SAMPLES, compute: Any = "fp32", **sections: Any
 ) -> TorchEngine:
     layout = Layout(micro, -(-SAMPLES // micro), compute=compute)
     return build_engine(config_of(**sections), layout, model, CPU, 10, Events())
@@ -77,8 +77,9 @@ def test_a_step_equals_a_plain_transformers_loop(architecture: str, attention: A
     ).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
     loss.backward()
-    ours = model_of(architecture, choose(attention, CPU, LENGTH))
-    engine = engine_of(ours)
+    ours = model_of(architecture)
+    engine = engine_of(ours, model={"preset": "tiny", "attention": attention})
+    assert ours.config._attn_implementation == choose(attention, CPU, LENGTH)
     total, targets = engine.forward_backward(batch)
     assert total / targets == pytest.approx(float(loss), abs=1e-5)
     expected, found = gradients(plain), gradients(ours)

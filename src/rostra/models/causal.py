@@ -19,7 +19,9 @@ from rostra.errors import RequestError
 logging.disable_progress_bar()  # its bars would run through ours
 
 
-def create_model(config: PretrainedConfig, attention: str, seed: int) -> PreTrainedModel:
+def create_model(
+    config: PretrainedConfig, seed: int, attention: str | None = None
+) -> PreTrainedModel:
     """A model with random float32 weights that depend on `seed` alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -28,7 +30,9 @@ def create_model(config: PretrainedConfig, attention: str, seed: int) -> PreTrai
         )
 
 
-def load_model(path: str, attention: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def load_model(
+    path: str, attention: str | None = None, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
     """A model from a local folder or a hub id, from safetensors only, running no code of it."""
     folder = Path(path)
     if folder.is_dir() and not list(folder.glob("*.safetensors")):

@@ -64,7 +64,7 @@ def _shape(
 # The published shapes are those of the models' own config.json.
 PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     "tiny": ("llama", _shape(64, 2, 4, 2, 128)),
-    "demosthenes": ("llama", _shape(320, 6, 5, 5, 864)),
+    "demosthenes": ("llama", _shape(256, 7, 4, 4, 704)),
     "llama-34m": ("llama", _shape(512, 8, 8, 8, 1376)),
     "llama-125m": ("llama", _shape(768, 12, 12, 12, 2048)),
     "llama-3.2-1b": (

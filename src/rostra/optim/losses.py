@@ -82,19 +82,19 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         head = weight.to(dtype)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        dhidden = dweight = dbias = None
-        if differentiate:
-            wide = torch.promote_types(weight.dtype, torch.float32)
-            dhidden = torch.zeros_like(hidden)
-            dweight = torch.zeros_like(weight, dtype=wide)
-            dbias = None if bias is None else torch.zeros_like(bias, dtype=wide)
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        wanted = ctx.needs_input_grad[:3] if differentiate else (False, False, False)
+        dhidden = torch.zeros_like(hidden) if wanted[0] else None
+        dweight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
+        dbias = torch.zeros_like(bias, dtype=wide) if wanted[2] and bias is not None else None
         for start in _chunks_with_targets(labels, chunk):
             rows = slice(start, start + chunk)
             part = hidden[rows].to(dtype)
             loss, dlogits = piece(part, head, bias, labels[rows], scale, softcap, differentiate)
             total += loss
-            if dhidden is not None and dweight is not None:
+            if dhidden is not None:
                 dhidden[rows] = dlogits @ head
+            if dweight is not None:
                 dweight += dlogits.t() @ part
             if dbias is not None:
                 dbias += dlogits.sum(0, dtype=dbias.dtype)
@@ -144,9 +144,9 @@ def _piece(
     loss = torch.where(target, log_sum - chosen, 0).sum()
     if not differentiate:
         return loss, hidden.new_empty(0)
-    columns = torch.arange(logits.shape[1], device=logits.device, dtype=labels.dtype)
+    columns = torch.arange(logits.shape[1], device=logits.device, dtype=torch.int32)
     probability = torch.exp(logits - log_sum[:, None])
-    dlogits = torch.where(columns == labels[:, None], probability - 1, probability)
+    dlogits = torch.where(columns == labels.int()[:, None], probability - 1, probability)
     dlogits = dlogits * (target * scale)[:, None]
     if bent is not None:
         dlogits = dlogits * (1 - bent * bent)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import shutil
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,8 +14,6 @@ from rostra.build import build_engine, build_model
 from rostra.checkpoint import (
     Checkpoint,
     keep_newest,
-    newest_checkpoint,
-    open_checkpoint,
     save_checkpoint,
 )
 from rostra.config import Config, config_to_yaml
@@ -27,44 +22,16 @@ from rostra.errors import RequestError, Stopped
 from rostra.events import Events, JsonLines, Listener, read_events
 from rostra.hardware import best_device
 from rostra.layout import Layout
-from rostra.memory import measure, peak_resident_bytes
+from rostra.memory import keep_freed_memory, measure, peak_resident_bytes
 from rostra.models import parameter_counts
-from rostra.parallel import TorchEngine, load_weights
 from rostra.report import write_report
-from rostra.store import Lock, RunFolder, read_manifest, sweep, write_file, write_json
+from rostra.store import RunFolder, read_manifest, sweep, write_file, write_json
 from rostra.track import TensorBoard
-from rostra.train.choose import check_resumable, choose_layout
+from rostra.train.choose import choose_layout
 from rostra.train.finish import Evaluator, save_model
+from rostra.train.folder import claimed, finished, resumable, run_path
 from rostra.train.loop import Loop, StopSignal, every
-
-
-@dataclass(frozen=True)
-class Origin:
-    """A finished or running run whose weights a new run starts from."""
-
-    path: Path
-    step: int | None = None
-    optimizer: bool = False  # its optimizer's state too
-
-    @classmethod
-    def parse(cls, text: str, optimizer: bool = False) -> Origin:
-        """From `RUN` or `RUN@STEP`."""
-        path, at, step = text.rpartition("@")
-        if at and step.isdigit():
-            return cls(Path(path), int(step), optimizer)
-        return cls(Path(text), None, optimizer)
-
-    def open(self) -> Checkpoint:
-        folder = RunFolder(self.path)
-        if self.step is not None and self.step not in folder.steps():
-            known = ", ".join(map(str, folder.steps())) or "none"
-            raise RequestError(f"--from {self.path}@{self.step}: its checkpoints are: {known}")
-        if self.step is not None:
-            return open_checkpoint(folder.checkpoint(self.step))
-        found, problems = newest_checkpoint(folder)
-        if found is None:
-            raise RequestError(f"--from {self.path}: no complete checkpoint {problems or ''}")
-        return found
+from rostra.train.origin import Origin, start_from
 
 
 def train(
@@ -82,74 +49,17 @@ def train(
     folder = RunFolder(run_path(config))
     lines = JsonLines()
     events = Events(listeners=[*listeners, lines])
-    with _claimed(folder) as (new, lock):
+    with claimed(folder) as (new, lock):
         if lock.notice:
             events.notice(lock.notice)
         sweep(folder.path)
-        checkpoint = None if new else _resumable(folder, config, events, new_learning_rate)
-        if not new and (summary := _finished(folder, config, checkpoint)) is not None:
+        checkpoint = None if new else resumable(folder, config, events, new_learning_rate)
+        if not new and (summary := finished(folder, config, checkpoint)) is not None:
             events.notice(f"{folder.path}: this run is finished; see its report.html")
             return summary
         if origin is not None and checkpoint is not None:
             raise RequestError(f"{folder.path}: --from starts a new run, but this one exists")
         return _Training(config, folder, events, checkpoint, origin).train(lines)
-
-
-def run_path(config: Config) -> Path:
-    return Path(config.run.output or f"runs/{config.run.name}")
-
-
-@contextlib.contextmanager
-def _claimed(folder: RunFolder) -> Iterator[tuple[bool, Lock]]:
-    """The run's folder, locked; removed again when a new run's request proves wrong."""
-    if folder.path.exists() and not folder.path.is_dir():
-        raise RequestError(f"{folder.path}: is a file; choose another folder with run.output")
-    made = [p for p in (folder.path, *folder.path.parents) if not p.exists()]
-    strangers = [] if made else [p.name for p in folder.path.glob("[!.]*")]
-    new = not folder.config.exists()
-    if new and set(strangers) - {"lock.json", "events.jsonl"}:
-        raise RequestError(
-            f"{folder.path}: holds {strangers[0]} and is no run; "
-            "choose an empty or new folder with run.output"
-        )
-    folder.path.mkdir(parents=True, exist_ok=True)
-    try:
-        with Lock(folder.path) as lock:
-            yield new, lock
-    except BaseException as error:
-        nothing_yet = isinstance(error, RequestError) or not folder.config.exists()
-        in_use = (folder.path / "lock.json").exists()
-        if new and nothing_yet and not folder.steps() and not in_use:
-            for path in made:
-                with contextlib.suppress(OSError):  # a parent that others use by now stays
-                    shutil.rmtree(path) if path == folder.path else path.rmdir()
-        raise
-
-
-def _resumable(
-    folder: RunFolder, config: Config, events: Events, new_learning_rate: bool
-) -> Checkpoint | None:
-    """The checkpoint to go on from, after checking that the config still fits it."""
-    sweep(folder.checkpoints)
-    checkpoint, problems = newest_checkpoint(folder)
-    for problem in problems:
-        events.notice(f"{problem}; going back to an older checkpoint")
-    if checkpoint is not None:
-        new = config.model_dump(mode="json")
-        check_resumable(checkpoint.config, new, str(folder.path), new_learning_rate)
-    return checkpoint
-
-
-def _finished(
-    folder: RunFolder, config: Config, checkpoint: Checkpoint | None
-) -> dict[str, Any] | None:
-    """The summary of a run that has nothing left to do."""
-    if checkpoint is None or not folder.summary.exists():
-        return None
-    summary: dict[str, Any] = json.loads(folder.summary.read_text())
-    old, new = checkpoint.config["train"], config.model_dump(mode="json")["train"]
-    same = all(old[key] == new[key] for key in ("steps", "tokens", "epochs"))
-    return summary if same and summary["steps"] == checkpoint.position.step else None
 
 
 class _Training:
@@ -165,6 +75,8 @@ class _Training:
     ) -> None:
         self.config, self.folder, self.events = config, folder, events
         self.device = best_device()
+        if self.device.type == "cpu":
+            keep_freed_memory()
         self.prepared: Prepared = prepare(config.data, config.model.pretrained, events.notice)
         data = config.data
         samples = Samples(
@@ -183,7 +95,7 @@ class _Training:
         else:
             torch.manual_seed(config.run.seed)
             if origin is not None:
-                _start_from(origin, self.engine)
+                start_from(origin, self.engine)
         self.evaluator = Evaluator(config, self.prepared, self.engine, events)
 
     def _layout(self, checkpoint: Checkpoint | None) -> Layout:
@@ -313,22 +225,3 @@ def total_steps(config: Config, samples: int) -> int:
         return max(1, -(-train.tokens // (size * config.data.sequence_length)))
     assert train.epochs is not None
     return max(1, round(train.epochs * samples / size))
-
-
-def _start_from(origin: Origin, engine: TorchEngine) -> None:
-    """Weights of another run, and its optimizer's state if asked, at step 0 of this one."""
-    checkpoint = origin.open()
-    tensors = checkpoint.tensors()
-    try:
-        if origin.optimizer:
-            engine.load_state(
-                {k: v for k, v in tensors.items() if not k.startswith("random/")},
-                {**checkpoint.values, "steps": 0},
-            )
-        else:
-            weights = {k[6:]: v for k, v in tensors.items() if k.startswith("model/")}
-            load_weights(engine.model, weights)
-            if engine.master is not None:
-                engine.master.adopt()
-    except (ValueError, KeyError, RuntimeError) as error:
-        raise RequestError(f"--from {origin.path}: does not fit this config: {error}") from error

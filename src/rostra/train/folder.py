@@ -1,0 +1,74 @@
+"""The folder of a run: taking it, and what a run that is there already allows."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rostra.checkpoint import Checkpoint, newest_checkpoint
+from rostra.config import Config
+from rostra.errors import RequestError
+from rostra.events import Events
+from rostra.store import Lock, RunFolder, sweep
+from rostra.train.choose import check_resumable
+
+
+def run_path(config: Config) -> Path:
+    return Path(config.run.output or f"runs/{config.run.name}")
+
+
+@contextlib.contextmanager
+def claimed(folder: RunFolder) -> Iterator[tuple[bool, Lock]]:
+    """The run's folder, locked; removed again when a new run's request proves wrong."""
+    if folder.path.exists() and not folder.path.is_dir():
+        raise RequestError(f"{folder.path}: is a file; choose another folder with run.output")
+    made = [p for p in (folder.path, *folder.path.parents) if not p.exists()]
+    strangers = [] if made else [p.name for p in folder.path.glob("[!.]*")]
+    new = not folder.config.exists()
+    if new and set(strangers) - {"lock.json", "events.jsonl"}:
+        raise RequestError(
+            f"{folder.path}: holds {strangers[0]} and is no run; "
+            "choose an empty or new folder with run.output"
+        )
+    folder.path.mkdir(parents=True, exist_ok=True)
+    try:
+        with Lock(folder.path) as lock:
+            yield new, lock
+    except BaseException as error:
+        nothing_yet = isinstance(error, RequestError) or not folder.config.exists()
+        in_use = (folder.path / "lock.json").exists()
+        if new and nothing_yet and not folder.steps() and not in_use:
+            for path in made:
+                with contextlib.suppress(OSError):  # a parent that others use by now stays
+                    shutil.rmtree(path) if path == folder.path else path.rmdir()
+        raise
+
+
+def resumable(
+    folder: RunFolder, config: Config, events: Events, new_learning_rate: bool
+) -> Checkpoint | None:
+    """The checkpoint to go on from, after checking that the config still fits it."""
+    sweep(folder.checkpoints)
+    checkpoint, problems = newest_checkpoint(folder)
+    for problem in problems:
+        events.notice(f"{problem}; going back to an older checkpoint")
+    if checkpoint is not None:
+        new = config.model_dump(mode="json")
+        check_resumable(checkpoint.config, new, str(folder.path), new_learning_rate)
+    return checkpoint
+
+
+def finished(
+    folder: RunFolder, config: Config, checkpoint: Checkpoint | None
+) -> dict[str, Any] | None:
+    """The summary of a run that has nothing left to do."""
+    if checkpoint is None or not folder.summary.exists():
+        return None
+    summary: dict[str, Any] = json.loads(folder.summary.read_text())
+    old, new = checkpoint.config["train"], config.model_dump(mode="json")["train"]
+    same = all(old[key] == new[key] for key in ("steps", "tokens", "epochs"))
+    return summary if same and summary["steps"] == checkpoint.position.step else None
