@@ -10,9 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-REPOSITORY = Path(__file__).parent.parent
-SHARED_DATA = REPOSITORY.parent / "shared" / "data"
-
 
 def pytest_configure() -> None:
     torch.set_num_threads(1)
@@ -25,15 +22,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     long = [item for item in items if "soak" in item.keywords]
     config.hook.pytest_deselected(items=long)
     items[:] = [item for item in items if item not in long]
-
-
-def need(found: object, what: str) -> None:
-    """Skip when something is not installed; fail where ROSTRA_TEST_ALL says all must run."""
-    if found:
-        return
-    if os.environ.get("ROSTRA_TEST_ALL"):
-        pytest.fail(f"{what} is not installed")
-    pytest.skip(f"{what} is not installed")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from conftest import REPOSITORY
 from rostra.config import read_config
+from support import REPOSITORY
 
 EXAMPLES = sorted((REPOSITORY / "examples").rglob("*.yaml"))
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]

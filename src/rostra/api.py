@@ -8,23 +8,19 @@ print(summary["bits_per_byte"], run.generate("def main"))
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rostra.build import build_engine
 from rostra.config import Config, config_from_dict, read_config
-from rostra.data import Prepared, prepare
 from rostra.errors import RequestError
-from rostra.events import Events, Listener
-from rostra.generate import Sampling, generate_text, load_for_generation
-from rostra.hardware import best_device
-from rostra.models import load_model
 from rostra.store import RunFolder
-from rostra.train import Origin, run_path, train
-from rostra.train.choose import choose_layout
-from rostra.train.finish import Evaluator
+
+if TYPE_CHECKING:  # imported inside the verbs: a mistake in a config is answered at once
+    from rostra.data import Prepared
+    from rostra.events import Listener
+    from rostra.generate import Sampling
 
 
 @dataclass(frozen=True)
@@ -50,10 +46,12 @@ class Run:
 
     @property
     def path(self) -> Path:
-        return run_path(self.config)
+        return self.config.run.path
 
-    def prepare(self, notice: Any = print) -> Prepared:
+    def prepare(self, notice: Callable[[str], None] = print) -> Prepared:
         """Documents into shards of tokens; at once when they are there already."""
+        from rostra.data import prepare
+
         return prepare(self.config.data, self.config.model.pretrained, notice)
 
     def train(
@@ -64,11 +62,20 @@ class Run:
         new_learning_rate: bool = False,
     ) -> dict[str, Any]:
         """Train, or go on where the run stands; the summary. See `rostra.train.train`."""
+        from rostra.train import Origin, train
+
         start = None if origin is None else Origin.parse(origin, with_optimizer)
         return train(self.config, listeners, start, new_learning_rate)
 
     def evaluate(self, listeners: Sequence[Listener] = ()) -> dict[str, Any]:
         """The final model on all held-out documents."""
+        from rostra.build import build_engine
+        from rostra.events import Events
+        from rostra.hardware import best_device
+        from rostra.models import load_model
+        from rostra.train.choose import choose_layout
+        from rostra.train.finish import Evaluator
+
         folder = RunFolder(self.path)
         if not folder.model.is_dir():
             raise RequestError(f"{self.path}: this run has no final model yet; let it finish")
@@ -81,5 +88,7 @@ class Run:
 
     def generate(self, prompt: str, sampling: Sampling | None = None) -> str:
         """The text that the final model writes after `prompt`."""
+        from rostra.generate import Sampling, generate_text, load_for_generation
+
         model, tokenizer = load_for_generation(str(self.path))
         return generate_text(model, tokenizer, prompt, sampling or Sampling())

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rostra.config.schema import DataSection
+from support import SHARED_DATA
 
 torch.set_num_threads(1)
 
@@ -19,10 +20,9 @@ WORDS = tuple(
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """Texts that lie beside the repository, where they do."""
-    folder = Path(__file__).resolve().parents[3] / "shared" / "data"
-    if not folder.is_dir():
-        pytest.skip(f"needs the texts in {folder}")
-    return folder
+    if not SHARED_DATA.is_dir():
+        pytest.skip(f"needs the texts in {SHARED_DATA}")
+    return SHARED_DATA
 
 
 def essay(number: int, words: int) -> str:

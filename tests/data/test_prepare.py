@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -313,8 +314,7 @@ def test_killed_at_any_moment_and_started_again(
         process.communicate()
         for folder in (p for p in cache.glob("[!.]*") if p.is_dir()):
             assert open_prepared(folder)  # complete, or not there
-            for path in folder.rglob("*"):
-                path.unlink() if path.is_file() else None
+            shutil.rmtree(folder)
     assert killed
     prepared = prepare(data, None, quiet)
     undisturbed = prepare(data.model_copy(update={"cache": str(tmp_path / "other")}), None, quiet)

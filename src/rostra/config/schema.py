@@ -6,6 +6,7 @@ a key that is not here does not exist, and is answered with the nearest one that
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -35,6 +36,10 @@ class RunSection(Section):
     name: str = Field("run", pattern=r"^[\w.-]+$", description="name of the run")
     output: str | None = Field(None, description="the run's folder; runs/NAME when not given")
     seed: Whole = Field(0, description="seeds weights, order of the data, and dropout")
+
+    @property
+    def path(self) -> Path:
+        return Path(self.output or f"runs/{self.name}")
 
 
 class SizeTable(Section):

@@ -34,7 +34,7 @@ def make_schedule(section: ScheduleSection, total: int) -> Schedule:
     def after(step: int) -> float:
         start = warmup
         if section.name == "wsd":
-            start = max(warmup, total - steps_of(section.decay, total))
+            start = max(warmup, total - max(1, steps_of(section.decay, total)))
         if section.name == "constant" or step < start:
             return 1.0
         progress = min(1.0, (step - start + 1) / max(1, total - start))

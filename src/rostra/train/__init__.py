@@ -1,8 +1,7 @@
 """Training: the step, the loop, and a run from its config to its final model."""
 
-from rostra.train.folder import run_path
 from rostra.train.origin import Origin
 from rostra.train.run import total_steps, train
 from rostra.train.step import Outcome, train_step
 
-__all__ = ["Origin", "Outcome", "run_path", "total_steps", "train", "train_step"]
+__all__ = ["Origin", "Outcome", "total_steps", "train", "train_step"]

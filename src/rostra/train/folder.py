@@ -6,7 +6,6 @@ import contextlib
 import json
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from rostra.checkpoint import Checkpoint, newest_checkpoint
@@ -15,10 +14,6 @@ from rostra.errors import RequestError
 from rostra.events import Events
 from rostra.store import Lock, RunFolder, sweep
 from rostra.train.choose import check_resumable
-
-
-def run_path(config: Config) -> Path:
-    return Path(config.run.output or f"runs/{config.run.name}")
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from rostra.store import RunFolder, read_manifest, sweep, write_file, write_json
 from rostra.track import TensorBoard
 from rostra.train.choose import choose_layout
 from rostra.train.finish import Evaluator, save_model
-from rostra.train.folder import claimed, finished, resumable, run_path
+from rostra.train.folder import claimed, finished, resumable
 from rostra.train.loop import Loop, StopSignal, every
 from rostra.train.origin import Origin, start_from
 
@@ -46,7 +46,7 @@ def train(
     is wrong with the request, and then leaves nothing of a new run behind; TrainingFailed;
     and Stopped when a signal stopped the run, with a checkpoint saved.
     """
-    folder = RunFolder(run_path(config))
+    folder = RunFolder(config.run.path)
     lines = JsonLines()
     events = Events(listeners=[*listeners, lines])
     with claimed(folder) as (new, lock):
