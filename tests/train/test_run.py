@@ -22,7 +22,9 @@ from rostra import RequestError, Run
 from rostra.checkpoint import newest_checkpoint, open_checkpoint
 from rostra.errors import TrainingFailed
 from rostra.events import Event, read_events
+from rostra.hardware import can_compile
 from rostra.store import RunFolder, read_manifest
+from support import need
 
 Tiny = Callable[..., dict[str, Any]]
 
@@ -140,6 +142,25 @@ def test_a_resumed_run_is_bit_identical_in_half_precision(
         cut.train([interrupt])
     cut.train()
     assert_same_run(whole.path, cut.path)
+
+
+def test_a_resumed_compiled_run_is_bit_identical(tiny: Tiny, tmp_path: Path) -> None:
+    need(can_compile(torch.device("cpu")), "a C++ compiler, or Python's headers,")
+    sections: dict[str, Any] = {
+        "precision": {"compute": "bf16"},
+        "train": {"steps": 5, "compile": True},
+        "checkpoint": {"every": 2},
+    }
+    whole = write(tmp_path, "whole", tiny(**sections))
+    assert start(whole).wait() == 0
+    cut = write(tmp_path, "cut", tiny(**sections))
+    process = start(cut)
+    wait_for_steps(tmp_path / "cut", process, 3)
+    process.kill()
+    process.communicate()
+    sections["train"]["compile"] = False  # the run keeps its own choice
+    assert start(write(tmp_path, "cut", tiny(**sections))).wait() == 0
+    assert_same_run(tmp_path / "whole", tmp_path / "cut")
 
 
 def start(config: Path) -> subprocess.Popen[str]:
