@@ -54,6 +54,17 @@ def assert_same_run(one: Path, two: Path) -> None:
         assert torch.equal(value, second[name]), name
 
 
+def interrupt(run: Run, at: int) -> None:
+    """Train until step `at` and break off, as a crash would."""
+
+    def crash(event: Event) -> None:
+        if event.kind == "step" and event["step"] == at:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run.train([crash])
+
+
 def test_a_run_leaves_all_its_parts(tiny: Tiny) -> None:
     values = tiny(
         train={"steps": 12},
@@ -109,13 +120,7 @@ def test_a_resumed_run_is_bit_identical(tiny: Tiny, tmp_path: Path, optimizer: s
     whole = Run.open(tiny(**sections, run={"output": str(tmp_path / "whole")}))
     whole.train()
     cut = Run.open(tiny(**sections, run={"output": str(tmp_path / "cut")}))
-
-    def interrupt(event: Event) -> None:
-        if event.kind == "step" and event["step"] == 5:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        cut.train([interrupt])
+    interrupt(cut, at=5)
     assert RunFolder(cut.path).steps() == [3]
     cut.train()
     assert_same_run(whole.path, cut.path)
@@ -133,13 +138,7 @@ def test_a_resumed_run_is_bit_identical_in_half_precision(
     whole = Run.open(tiny(**sections, run={"output": str(tmp_path / "whole")}))
     whole.train()
     cut = Run.open(tiny(**sections, run={"output": str(tmp_path / "cut")}))
-
-    def interrupt(event: Event) -> None:
-        if event.kind == "step" and event["step"] == 3:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        cut.train([interrupt])
+    interrupt(cut, at=3)
     cut.train()
     assert_same_run(whole.path, cut.path)
 
@@ -269,13 +268,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_an_older_one(tiny: Tiny, tmp_pa
     whole = Run.open(tiny(**sections, run={"output": str(tmp_path / "whole")}))
     whole.train()
     hurt = Run.open(tiny(**sections, run={"output": str(tmp_path / "hurt")}))
-
-    def interrupt(event: Event) -> None:
-        if event.kind == "step" and event["step"] == 5:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        hurt.train([interrupt])
+    interrupt(hurt, at=5)
     folder = RunFolder(hurt.path)
     path = folder.checkpoint(4) / "state.safetensors"
     content = bytearray(path.read_bytes())
