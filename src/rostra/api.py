@@ -70,10 +70,11 @@ class Run:
     def evaluate(self, listeners: Sequence[Listener] = ()) -> dict[str, Any]:
         """The final model on all held-out documents."""
         from rostra.build import build_engine
+        from rostra.checkpoint import newest_checkpoint
         from rostra.events import Events
         from rostra.hardware import best_device
         from rostra.models import load_model
-        from rostra.train.choose import choose_layout
+        from rostra.train.choose import check_same_data, choose_layout
         from rostra.train.finish import Evaluator
 
         folder = RunFolder(self.path)
@@ -81,6 +82,8 @@ class Run:
             raise RequestError(f"{self.path}: this run has no final model yet; let it finish")
         events, device = Events(listeners=list(listeners)), best_device()
         prepared = self.prepare(events.notice)
+        if (trained_on := newest_checkpoint(folder)[0]) is not None:
+            check_same_data(trained_on.data, prepared.identity, str(self.path))
         model = load_model(str(folder.model))
         layout = choose_layout(self.config, device, 0, 0)
         engine = build_engine(self.config, layout, model.to(device), device, 1, events)

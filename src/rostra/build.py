@@ -40,6 +40,12 @@ from rostra.optim import (
 from rostra.parallel import Loss, TorchEngine
 
 
+def check_model(config: Config) -> None:
+    """Refuse an impossible shape before any data is read."""
+    if config.model.pretrained is None:
+        scratch_config(config.model, 1, config.data.sequence_length, {})
+
+
 def build_model(config: Config, tokenizer: Any, device: torch.device) -> PreTrainedModel:
     """The model of the config in float32 on `device`, made for `tokenizer`."""
     section, length = config.model, config.data.sequence_length
@@ -90,15 +96,14 @@ def build_engine(
     model.config.use_cache = False
     length, asked = config.data.sequence_length, config.model.attention
     model.set_attn_implementation(choose(asked, device, length, layout.compile))
-    if layout.compute == "bf16_pure":
-        model.to(torch.bfloat16)
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    pure = layout.compute == "bf16_pure"
+    master = MasterWeights(named, torch.bfloat16) if pure else None
     head = split_head(model)
     if head is None:
         events.notice("this model's head cannot be split off: all its logits exist at once")
     if layout.compile:
         compile_layers(model)
-    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    master = MasterWeights(named) if layout.compute == "bf16_pure" else None
     fp16 = layout.compute == "fp16"
     return TorchEngine(
         model=model,

@@ -4,7 +4,6 @@ only after every hash was found right."""
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,14 @@ from torch import Tensor
 from rostra.errors import RequestError
 from rostra.layout import Layout
 from rostra.parallel import Engine
-from rostra.store import RunFolder, broken_files, commit_folder, read_manifest, write_json
+from rostra.store import (
+    RunFolder,
+    broken_files,
+    commit_folder,
+    read_manifest,
+    remove_folder,
+    write_json,
+)
 
 FORMAT = 1
 TENSORS, STATE = "state.safetensors", "state.json"
@@ -32,10 +38,15 @@ class Position:
 
 
 def save_checkpoint(
-    run: RunFolder, engine: Engine, position: Position, layout: Layout, config: dict[str, Any]
+    run: RunFolder,
+    engine: Engine,
+    position: Position,
+    layout: Layout,
+    config: dict[str, Any],
+    data: dict[str, str],
 ) -> Path:
     """Weights, optimizer, schedule and loss scale (the engine's state), random state,
-    position in the data, layout and config, as `checkpoints/step-N/`."""
+    position in the data, layout, config and the data's identity, as `checkpoints/step-N/`."""
     path = run.checkpoint(position.step)
     if read_manifest(path) is not None:  # saved already, by this run: the same content
         return path
@@ -47,6 +58,7 @@ def save_checkpoint(
             "position": position.__dict__,
             "layout": layout.to_dict(),
             "config": config,
+            "data": data,
             "engine": values,
         }
         write_json(folder / STATE, state)
@@ -56,7 +68,7 @@ def save_checkpoint(
 def keep_newest(run: RunFolder, count: int) -> None:
     """Remove all but the newest `count` complete checkpoints."""
     for step in run.steps()[:-count]:
-        shutil.rmtree(run.checkpoint(step))
+        remove_folder(run.checkpoint(step))
 
 
 @dataclass(frozen=True)
@@ -67,6 +79,7 @@ class Checkpoint:
     position: Position
     layout: Layout
     config: dict[str, Any]
+    data: dict[str, str]
     values: dict[str, Any]
 
     def tensors(self) -> dict[str, Tensor]:
@@ -92,17 +105,19 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise RequestError(f"{path}: damaged: {', '.join(broken)} is not what was written")
     state = json.loads((path / STATE).read_text())
     layout = Layout.from_dict(state["layout"])
-    return Checkpoint(path, Position(**state["position"]), layout, state["config"], state["engine"])
+    position = Position(**state["position"])
+    return Checkpoint(path, position, layout, state["config"], state["data"], state["engine"])
 
 
-def newest_checkpoint(run: RunFolder) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint that is whole, and what was found wrong with newer ones."""
-    problems: list[str] = []
+def newest_checkpoint(run: RunFolder) -> tuple[Checkpoint | None, list[tuple[Path, str]]]:
+    """The newest checkpoint that is whole; newer ones with what was found wrong with them."""
+    problems: list[tuple[Path, str]] = []
     for step in reversed(run.steps()):
+        path = run.checkpoint(step)
         try:
-            return open_checkpoint(run.checkpoint(step)), problems
+            return open_checkpoint(path), problems
         except RequestError as error:
-            problems.append(str(error))
+            problems.append((path, str(error)))
     return None, problems
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -102,9 +103,11 @@ def _plain(value: Any) -> Any:
 
 def end_line(path: Path) -> None:
     """Close a line that a killed process left open, so that appending cannot merge two."""
-    if path.exists() and (data := path.read_bytes()) and not data.endswith(b"\n"):
-        with path.open("ab") as file:
-            file.write(b"\n")
+    with path.open("ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read() != b"\n":
+                file.write(b"\n")
 
 
 def read_events(path: Path) -> Iterator[Event]:

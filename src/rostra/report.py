@@ -169,8 +169,11 @@ def loss_figure(history: History, colours: dict[str, str]) -> Figure:
     axes.plot(
         *_xy(thin(smooth(points))), color=colours["line"], linewidth=2, label="training, smoothed"
     )
-    if held_out := history.held_out:
-        axes.plot(*_xy(held_out), color=colours["dot"], marker="o", linestyle=":", label="held-out")
+    held_out = history.held_out
+    for final, marker, label in ((False, "o", "held-out"), (True, "D", "held-out, at the end")):
+        kind = [(s, v) for s, v in held_out if history.evaluations[s].get("final", False) is final]
+        if kind:
+            axes.plot(*_xy(kind), color=colours["dot"], marker=marker, linestyle=":", label=label)
     if points or held_out:
         axes.legend(frameon=False, labelcolor=colours["ink"])
     return figure

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -119,12 +120,20 @@ def commit_folder(path: Path, **manifest: Any) -> Iterator[Path]:
             write_json(aside / MANIFEST, {**manifest, "files": files})
             for folder in (p for p in aside.rglob("*") if p.is_dir()):
                 _sync(folder)
-            if path.exists():  # a broken folder of the same name; a complete one is not rewritten
-                shutil.rmtree(path)
+            if path.exists():  # an older or a broken one
+                remove_folder(path)
             aside.rename(path)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
     _sync(path.parent)
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a committed folder; killed in the middle, it is gone all the same."""
+    gone = _aside(path.with_name(f"{path.name}-removed"))
+    shutil.rmtree(gone, ignore_errors=True)
+    path.rename(gone)
+    shutil.rmtree(gone)
 
 
 def sweep(folder: Path) -> None:
@@ -155,6 +164,18 @@ def broken_files(folder: Path, manifest: dict[str, Any]) -> list[str]:
     ]
 
 
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """One process at a time inside, where the file system has locks."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 class Lock:
     """One owner at a time for a folder: a file with host, process and start time."""
 
@@ -169,17 +190,10 @@ class Lock:
             "process_started": psutil.Process().create_time(),
             "since": time.strftime("%Y-%m-%d %H:%M:%S"),
         }
-        for _ in range(3):  # another process may take or release it between our looks
-            aside = _aside(self.path)
-            aside.write_text(json.dumps(mine))
-            try:
-                os.link(aside, self.path)  # atomic, with its content, or FileExistsError
-                return self
-            except FileExistsError:
-                self._judge(mine["host"])
-            finally:
-                aside.unlink()
-        raise RequestError(f"{self.path.parent}: in use; several processes are taking its lock")
+        with _alone(self.path.parent):
+            self._judge(mine["host"])
+            write_json(self.path, mine)
+        return self
 
     def _judge(self, host: str) -> None:
         """Remove the lock there is when its owner is dead; refuse otherwise."""

@@ -133,10 +133,11 @@ def test_a_loss_scale_halves_on_overflow_and_grows_after_good_steps() -> None:
 
 def test_master_weights_keep_what_sixteen_bits_lose() -> None:
     """Steps of 1e-4 at 1.0 vanish in bfloat16 (spacing 2^-7) unless they add up elsewhere."""
-    model = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
+    model = nn.Linear(1, 1, bias=False)
     with torch.no_grad():
         model.weight.fill_(1.0)
-    master = MasterWeights(list(model.named_parameters()))
+    master = MasterWeights(list(model.named_parameters()), torch.bfloat16)
+    assert model.weight.dtype == torch.bfloat16
     section = OptimizerSection(name="sgd", learning_rate=1e-4, weight_decay=0, momentum=0)
     optimizers = make_optimizers(section, master.named, set())
     for _ in range(200):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import signal
@@ -207,17 +208,15 @@ def kill_and_go_on(config: Path, folder: Path, kills: int, seed: int) -> int:
     """Kill the run at random moments until it has been killed `kills` times, then let it
     finish; returns how often a kill fell into the writing of a checkpoint."""
     chance = random.Random(seed)
-    writing = done = 0
+    writing = done = 0  # of the kills, those that fell into the writing of a checkpoint
     while done < kills:
         before = (folder / "events.jsonl").read_text().count("\n") if folder.exists() else 0
         process = start(config)
         into_writing = chance.random() < 0.5
         wait_for_lines(folder, process, before + chance.randint(2, 12))
-        if into_writing:
-            wait_for_writing(folder, process)
+        writing += into_writing and wait_for_writing(folder, process)
         if process.poll() is not None:
             break
-        writing += bool(list((folder / "checkpoints").glob(".*.aside")))
         process.kill()
         process.communicate()
         done += 1
@@ -234,11 +233,12 @@ def wait_for_lines(folder: Path, process: subprocess.Popen[str], lines: int) -> 
         time.sleep(0.005)
 
 
-def wait_for_writing(folder: Path, process: subprocess.Popen[str]) -> None:
-    end = time.time() + 5
+def wait_for_writing(folder: Path, process: subprocess.Popen[str]) -> bool:
+    end = time.time() + 30
     while process.poll() is None and time.time() < end:
-        if list((folder / "checkpoints").glob(".*.aside")):
-            return
+        if list((folder / "checkpoints").glob(".step-*.aside")):
+            return True
+    return False
 
 
 def _killed_runs(tiny: Tiny, tmp_path: Path, kills: int, steps: int) -> None:
@@ -277,6 +277,8 @@ def test_a_damaged_checkpoint_is_passed_over_for_an_older_one(tiny: Tiny, tmp_pa
     notices: list[str] = []
     hurt.train([lambda e: notices.append(e["message"]) if e.kind == "notice" else None])
     assert any("step-4: damaged" in notice for notice in notices)
+    assert open_checkpoint(folder.checkpoint(4)).position.step == 4  # written again, whole
+    assert (folder.checkpoints / "damaged-step-4").exists()
     assert_same_run(whole.path, hurt.path)
 
 
@@ -291,6 +293,30 @@ def test_a_finished_run_says_so_and_a_longer_one_goes_on(tiny: Tiny) -> None:
     longer = Run.open(tiny(schedule=constant, train={"steps": 9}))
     assert longer.train()["steps"] == 9
     assert read_manifest(run.path / "model")["step"] == 9  # type: ignore[index]
+
+
+def test_resuming_refuses_other_data_and_a_shorter_run(tiny: Tiny, tmp_path: Path) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number in range(9):
+        (texts / f"{number}.txt").write_text(f"the sun rose over harbour {number}. " * 50)
+    source = {"sources": [{"type": "text", "path": str(texts)}]}
+    run = Run.open(tiny(data=source))
+    run.train()
+    model = (run.path / "model" / "manifest.json").read_text()
+    with pytest.raises(RequestError, match="has done 6 steps, and 3 are asked for"):
+        Run.open(tiny(data=source, train={"steps": 3})).train()
+    (texts / "3.txt").write_text("something else altogether " * 50)
+    with pytest.raises(RequestError, match="changed since this run was started"):
+        Run.open(tiny(data=source, train={"steps": 9})).train()
+    with pytest.raises(RequestError, match="changed since this run was started"):
+        Run.open(run.path).evaluate()
+    other = tiny(data=source, run={"output": str(tmp_path / "other")})
+    with pytest.raises(RequestError, match="its tokenizer is another"):
+        Run.open(other).train(origin=str(run.path))
+    other["data"]["tokenizer"] = {"pretrained": str(run.path / "model")}
+    Run.open(other).train(origin=str(run.path))
+    assert (run.path / "model" / "manifest.json").read_text() == model
 
 
 def test_resuming_refuses_what_would_change_the_past(tiny: Tiny) -> None:
@@ -367,7 +393,7 @@ def test_the_length_of_a_run_in_tokens_or_epochs(tiny: Tiny, length: dict[str, A
         assert summary["steps"] == 4  # 128 positions a step
     else:
         tokens = run.prepare().train.tokens
-        assert summary["steps"] == round(0.5 * ((tokens - 1) // 32) / 4)
+        assert summary["steps"] == math.ceil(0.5 * ((tokens - 1) // 32) / 4)
 
 
 def test_evaluate_repeats_the_final_evaluation(tiny: Tiny) -> None:

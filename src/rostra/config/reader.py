@@ -103,7 +103,7 @@ def _override(values: dict[str, Any], text: str, places: dict[Key, str]) -> None
                 target[part] = [] if after == 0 else {}
             target = target[part]
         else:
-            raise RequestError(f"--set {text}: there is no {part!r} to set {name!r} in")
+            raise RequestError(f"--set {text}: there is no {part!r} in what {name!r} leads through")
     last, parsed = key[-1], _parse(value, f"--set {text}")[1]
     if isinstance(target, dict) or (isinstance(last, int) and last < len(target)):
         target[last] = parsed
@@ -189,6 +189,10 @@ def _explain(kind: str, message: str, key: Key) -> str:
         return "missing; it must be given"
     if kind == "union_tag_not_found":
         return f"needs a `type`: one of {', '.join(sorted(_tags()))}"
+    if kind == "union_tag_invalid":
+        return f"unknown type; known: {', '.join(sorted(_tags()))}"
+    if kind == "tuple_type":
+        return "should be a list: begin each entry with `-`"
     if kind == "string_pattern_mismatch" and "%" in message:
         return 'should be a percentage such as "3%"'
     return message.removeprefix("Value error, ").replace("Input should be", "should be")

@@ -22,7 +22,7 @@ def _whole(value: Any) -> Any:
 Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
 Whole = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-Percent = Annotated[str, Field(pattern=r"^\d+(\.\d+)?%$")]
+Percent = Annotated[str, Field(pattern=r"^(100|\d{1,2}(\.\d+)?)%$")]
 Steps = Whole | Percent  # a number of steps, or a share of the run such as "3%"
 
 
@@ -61,7 +61,9 @@ class ModelSection(Section):
 
     pretrained: str | None = Field(None, description="a local folder or a hub id")
     architecture: Literal["llama", "qwen3", "mistral", "gemma3", "gpt2"] | None = None
-    preset: str | None = Field(None, description="a named shape; `rostra schema` lists them")
+    preset: str | None = Field(
+        None, description="a named shape, such as demosthenes, llama-125m, gpt2"
+    )
     size: SizeTable = SizeTable()
     attention: Literal["auto", "eager", "sdpa", "blocked", "flash_attention_2"] = "auto"
 
@@ -194,6 +196,13 @@ class ScheduleSection(Section):
     decay: Steps = Field("20%", description="wsd: the decaying part at the end")
     final_fraction: Fraction = 0.1
 
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        shares = [float(x[:-1]) for x in (self.warmup, self.decay) if isinstance(x, str)]
+        if self.name == "wsd" and len(shares) == 2 and sum(shares) > 100:
+            raise ValueError("`warmup` and `decay` together are longer than the run")
+        return self
+
 
 class PrecisionSection(Section):
     """`bf16` and `fp16` are autocast over fp32 weights; `bf16_pure` keeps bf16 weights and
@@ -295,6 +304,12 @@ class Config(Section):
             raise ValueError(
                 f"train.micro_batch_size ({micro}) is larger than "
                 f"train.global_batch_size ({self.train.global_batch_size})"
+            )
+        tokenizer = self.data.tokenizer
+        if self.model.pretrained is None and tokenizer == TokenizerTable():
+            raise ValueError(
+                "a model from scratch needs a tokenizer: set data.tokenizer.vocabulary to train "
+                "one (8192, say), or data.tokenizer.pretrained to load one"
             )
         if self.data.held_out == 0 and self.evaluate.every is not None:
             raise ValueError("evaluate.every needs held-out documents; data.held_out is 0")

@@ -3,8 +3,12 @@ several times."""
 
 from __future__ import annotations
 
+import codecs
+import contextlib
 import io
+import lzma
 import re
+import struct
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -177,8 +181,11 @@ def _unzip(raw: bytes, path: Path, bad: BadRecords) -> bytes | None:
                 bad.reject("too large", path, problem, "Take the file away")
                 return None
             return archive.read(member)
-    except (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError) as error:
-        # RuntimeError: encrypted, or a compression this Python does not know
+    except (zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error) as error:
+        bad.reject("broken zip", path, f"broken zip ({error})", "Fetch it again")
+        return None
+    except (EOFError, OSError, RuntimeError, ValueError) as error:
+        # RuntimeError: encrypted, or a compression this Python does not know; ValueError: a name
         bad.reject("broken zip", path, f"broken zip ({error})", "Fetch it again")
         return None
 
@@ -200,10 +207,18 @@ def _encoding(raw: bytes) -> str:
     if raw.startswith((b"\xff\xfe", b"\xfe\xff")):
         return "utf-16"
     if (other := _OTHER_ENCODING.search(said)) and (not is_utf8 or b"\x1b" in raw):
-        return other[0].replace("windows-", "cp").replace("shift-jis", "shift_jis")
+        return _codec(other[0]) or "utf-8"  # which then rejects it
     if is_utf8 or "utf-8" in said or raw.startswith(b"\xef\xbb\xbf"):
         return "utf-8"  # or rejected as broken, if it only says so
     return "cp1252" if _decodes(raw, "cp1252") else "iso-8859-1"
+
+
+def _codec(said: str) -> str | None:
+    """Python's name of an encoding as headers write it; None when it knows none."""
+    name = said.replace("windows-", "cp").replace("cp-", "cp").replace("big-5", "big5")
+    with contextlib.suppress(LookupError):
+        return codecs.lookup("gb18030" if name == "gb2312" else name).name
+    return None
 
 
 def _decodes(raw: bytes, encoding: str) -> bool:

@@ -64,6 +64,11 @@ class Prepared:
         return str(self.manifest["tokenizer"]["hash"])
 
     @property
+    def identity(self) -> dict[str, str]:
+        """What a run must find again when it goes on."""
+        return {"key": self.key, "tokenizer": self.tokenizer_hash}
+
+    @property
     def vocabulary_size(self) -> int:
         """All token ids are below it."""
         return int(self.manifest["tokenizer"]["vocabulary_size"])

@@ -243,7 +243,13 @@ def walk(folder: Path, bad: BadRecords) -> Iterator[Path]:
     def refuse(error: OSError) -> None:
         _unreadable(error.filename, error, bad)
 
-    for root, folders, files in os.walk(folder, onerror=refuse):
+    seen: set[tuple[int, int]] = set()  # links may lead round in circles
+    for root, folders, files in os.walk(folder, onerror=refuse, followlinks=True):
+        here = Path(root).stat()
+        if (here.st_dev, here.st_ino) in seen:
+            folders.clear()
+            continue
+        seen.add((here.st_dev, here.st_ino))
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(files):
             if not name.startswith("."):

@@ -43,6 +43,8 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
     Raises:
         RequestError: when there is none, or it is not a fast one (a `tokenizer.json`).
     """
+    if str(name).startswith((".", "/", "~")) and not Path(name).is_dir():
+        raise RequestError(f"{name}: no such folder; give a model's or tokenizer's, or a hub id")
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(name), trust_remote_code=False)
     except Exception as error:  # transformers and huggingface_hub raise many kinds
@@ -100,7 +102,12 @@ class Encoder:
         self._backend = backend
         spec = json.loads(backend.to_str())
         ends = [tokenizer.bos_token_id, tokenizer.eos_token_id]
-        self.hash: str = _hash({"tokenizer": spec, "ends": ends})
+        own = {
+            "special": tokenizer.special_tokens_map,
+            "template": tokenizer.chat_template,
+            "length": tokenizer.model_max_length,
+        }
+        self.hash: str = _hash({"tokenizer": spec, "ends": ends, **own})
         ids = backend.get_vocab(with_added_tokens=True).values()
         self.vocabulary_size: int = max(ids) + 1
         self.dtype: type[np.uint16] | type[np.uint32] = (
@@ -156,4 +163,4 @@ def _splits_between_words(backend: Tokenizer, spec: dict[str, Any]) -> bool:
 
 
 def _hash(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()

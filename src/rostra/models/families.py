@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,8 +98,10 @@ def scratch_config(
     size: dict[str, Any] = {}
     if section.preset is not None:
         if section.preset not in PRESETS:
+            near = difflib.get_close_matches(section.preset, PRESETS, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
             raise RequestError(
-                f"model.preset = {section.preset!r}: unknown; known: {', '.join(PRESETS)}"
+                f"model.preset = {section.preset!r}: unknown; {hint}known: {', '.join(PRESETS)}"
             )
         preset_architecture, size = PRESETS[section.preset]
         if architecture not in (None, preset_architecture):

@@ -36,14 +36,17 @@ class LossScale:
 
 
 class MasterWeights:
-    """Float32 copies of the weights for the optimizer, when the model keeps 16-bit ones.
+    """Float32 weights for the optimizer, while the model keeps them rounded to `dtype`.
 
-    Gradients move to the copies as soon as they exist, so that micro batches accumulate in
-    float32 and no 16-bit gradient outlives its layer's backward pass.
+    Buffers stay as they are: rotary frequencies in 16 bits would blur positions. Gradients
+    move to the copies as soon as they exist, so that micro batches accumulate in float32 and
+    no 16-bit gradient outlives its layer's backward pass.
     """
 
-    def __init__(self, named: list[tuple[str, nn.Parameter]]) -> None:
+    def __init__(self, named: list[tuple[str, nn.Parameter]], dtype: torch.dtype) -> None:
         self.pairs = [(p, nn.Parameter(p.detach().float())) for _, p in named]
+        for parameter, _ in self.pairs:
+            parameter.data = parameter.detach().to(dtype)
         self.named = [(name, m) for (name, _), (_, m) in zip(named, self.pairs, strict=True)]
         for parameter, master in self.pairs:
             parameter.register_post_accumulate_grad_hook(_mover(master))
@@ -53,12 +56,6 @@ class MasterWeights:
         """Round the copies into the model."""
         for parameter, master in self.pairs:
             parameter.copy_(master)
-
-    @torch.no_grad()
-    def adopt(self) -> None:
-        """Take the model's weights as they are."""
-        for parameter, master in self.pairs:
-            master.copy_(parameter)
 
     def state(self) -> dict[str, Tensor]:
         return {name: master.detach() for name, master in self.named}

@@ -47,13 +47,13 @@ class TorchEngine:
     def forward_backward(self, batch: Batch) -> tuple[float, int]:
         targets = batch.targets
         factor = self.scale.scale / max(1, targets)
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        sums = []
         for part in batch.micro_batches(self.layout.micro_batch):
             with self._autocast():
                 scaled, plain = self.loss(self.model, part.to(self.device), factor)
             scaled.backward()
-            total += plain
-        return float(total), targets
+            sums.append(plain)
+        return sum(map(float, sums)), targets  # read at the end: reading waits for the device
 
     def gradient_norm(self) -> float:
         self._norm = gradient_norm(self._updated) / self.scale.scale
@@ -77,11 +77,12 @@ class TorchEngine:
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> tuple[float, int]:
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
         with evaluating(self.model), self._autocast():
-            for part in batch.micro_batches(self.layout.micro_batch):
-                total += self.loss(self.model, part.to(self.device), 1.0)[1]
-        return float(total), batch.targets
+            sums = [
+                self.loss(self.model, part.to(self.device), 1.0)[1]
+                for part in batch.micro_batches(self.layout.micro_batch)
+            ]
+        return sum(map(float, sums)), batch.targets
 
     def _autocast(self) -> AbstractContextManager[Any]:
         dtype = AUTOCAST.get(self.layout.compute)
@@ -94,6 +95,12 @@ class TorchEngine:
         if self.master is not None:
             tensors |= {f"master/{k}": v for k, v in self.master.state().items()}
         return tensors, {"optimizer": values, "scale": self.scale.state(), "steps": self.steps}
+
+    def adopt(self, weights: dict[str, Tensor]) -> None:
+        """Take the weights of another run, by the names of the parameters."""
+        load_weights(self.model, weights)
+        if self.master is not None:
+            self.master.load_state(weights)
 
     def load_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         def part(kind: str) -> dict[str, Tensor]:

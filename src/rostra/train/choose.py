@@ -111,6 +111,18 @@ def check_resumable(
     raise RequestError(f"{folder}: this run was started with another config:\n  {listed}\n{hint}.")
 
 
+def check_same_data(old: dict[str, str], new: dict[str, str], folder: str) -> None:
+    """Raises RequestError when the documents or the tokenizer are no longer those of the run."""
+    if old == new:
+        return
+    what = "tokenizer has" if old["tokenizer"] != new["tokenizer"] else "documents have"
+    raise RequestError(
+        f"{folder}: the {what} changed since this run was started (data.sources and what they "
+        "point to, or the tokenizer). Restore them, or start a new run with another run.output; "
+        f"`--from {folder}` gives it this run's weights."
+    )
+
+
 def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
     if isinstance(values, dict) and values:
         return {

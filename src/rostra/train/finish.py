@@ -39,7 +39,7 @@ class Evaluator:
         """On the first `evaluate.documents` documents, in windows that do not overlap."""
         section = self.config.evaluate
         documents = islice(held_out(self.prepared), section.documents)
-        self._measure(step, documents, self.config.data.sequence_length)
+        self._measure(step, documents, self.config.data.sequence_length, final=False)
         if section.prompt is not None:
             self._speak(step, section.prompt, section.prompt_tokens)
 
@@ -48,7 +48,7 @@ class Evaluator:
         section, length = self.config.evaluate, self.config.data.sequence_length
         step = self.engine.steps
         stride = min(section.stride or max(1, length // 2), length)
-        found = self._measure(step, held_out(self.prepared), stride)
+        found = self._measure(step, held_out(self.prepared), stride, final=True)
         if section.compare_xz and self._documents:
             each, whole = xz_bits_per_byte(held_out(self.prepared))
             found |= {"xz_bits_per_byte": each, "xz_whole_bits_per_byte": whole}
@@ -56,7 +56,9 @@ class Evaluator:
             found["generated"] = self._speak(step, section.prompt, 4 * section.prompt_tokens)
         return found
 
-    def _measure(self, step: int, documents: Iterable[HeldOut], stride: int) -> dict[str, Any]:
+    def _measure(
+        self, step: int, documents: Iterable[HeldOut], stride: int, final: bool
+    ) -> dict[str, Any]:
         if not self._documents:
             return {"eval_loss": None, "bits_per_byte": None}
         began = time.perf_counter()
@@ -70,7 +72,9 @@ class Evaluator:
             self.engine.layout.micro_batch,
         )
         seconds = round(time.perf_counter() - began, 3)
-        self.events.emit("evaluation", step=step, seconds=seconds, **found.to_dict())
+        self.events.emit(
+            "evaluation", step=step, seconds=seconds, final=final, stride=stride, **found.to_dict()
+        )
         return {"eval_loss": found.loss, "bits_per_byte": found.bits_per_byte}
 
     def _speak(self, step: int, prompt: str, tokens: int) -> str:

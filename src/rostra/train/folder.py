@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rostra.checkpoint import Checkpoint, newest_checkpoint
-from rostra.config import Config
+from rostra.config import Config, config_from_dict
 from rostra.errors import RequestError
 from rostra.events import Events
 from rostra.store import Lock, RunFolder, sweep
@@ -49,11 +49,19 @@ def resumable(
     """The checkpoint to go on from, after checking that the config still fits it."""
     sweep(folder.checkpoints)
     checkpoint, problems = newest_checkpoint(folder)
-    for problem in problems:
-        events.notice(f"{problem}; going back to an older checkpoint")
+    for path, problem in problems:
+        kept = path.with_name(f"damaged-{path.name}")
+        if not kept.exists():
+            path.rename(kept)  # out of the way of a good one of the same step
+        events.notice(f"{problem}; kept as {kept}, going back to an older checkpoint")
     if checkpoint is not None:
-        new = config.model_dump(mode="json")
-        check_resumable(checkpoint.config, new, str(folder.path), new_learning_rate)
+        old = config_from_dict(checkpoint.config)  # keys that are newer get their defaults
+        check_resumable(
+            old.model_dump(mode="json"),
+            config.model_dump(mode="json"),
+            str(folder.path),
+            new_learning_rate,
+        )
     return checkpoint
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Callable
 from types import FrameType
@@ -23,7 +24,9 @@ class StopSignal:
         self.reason: str | None = None
 
     def __enter__(self) -> StopSignal:
-        self._before = {s: signal.signal(s, self._ask) for s in (signal.SIGTERM, signal.SIGINT)}
+        here = threading.current_thread() is threading.main_thread()  # only it may handle them
+        numbers = (signal.SIGTERM, signal.SIGINT) if here else ()
+        self._before = {number: signal.signal(number, self._ask) for number in numbers}
         return self
 
     def _ask(self, number: int, frame: FrameType | None) -> None:

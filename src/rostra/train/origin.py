@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rostra.checkpoint import Checkpoint, newest_checkpoint, open_checkpoint
 from rostra.errors import RequestError
-from rostra.parallel import TorchEngine, load_weights
+from rostra.parallel import TorchEngine
 from rostra.store import RunFolder
 
 
@@ -40,9 +40,14 @@ class Origin:
         return found
 
 
-def start_from(origin: Origin, engine: TorchEngine) -> None:
+def start_from(origin: Origin, engine: TorchEngine, tokenizer: str) -> None:
     """Weights of another run, and its optimizer's state if asked, at step 0 of this one."""
     checkpoint = origin.open()
+    if checkpoint.data["tokenizer"] != tokenizer:
+        raise RequestError(
+            f"--from {origin.path}: its tokenizer is another, so its weights mean other tokens. "
+            f"Set data.tokenizer to {{pretrained: {origin.path}/model}}."
+        )
     tensors = checkpoint.tensors()
     try:
         if origin.optimizer:
@@ -51,9 +56,9 @@ def start_from(origin: Origin, engine: TorchEngine) -> None:
                 {**checkpoint.values, "steps": 0},
             )
         else:
-            weights = {k[6:]: v for k, v in tensors.items() if k.startswith("model/")}
-            load_weights(engine.model, weights)
-            if engine.master is not None:
-                engine.master.adopt()
+            kinds = ("model/", "master/")  # the later is the more exact
+            engine.adopt(
+                {k.removeprefix(x): v for x in kinds for k, v in tensors.items() if k.startswith(x)}
+            )
     except (ValueError, KeyError, RuntimeError) as error:
         raise RequestError(f"--from {origin.path}: does not fit this config: {error}") from error

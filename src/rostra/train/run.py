@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rostra.build import build_engine, build_model
+from rostra.build import build_engine, build_model, check_model
 from rostra.checkpoint import (
     Checkpoint,
     keep_newest,
@@ -25,9 +25,9 @@ from rostra.layout import Layout
 from rostra.memory import keep_freed_memory, measure, peak_resident_bytes
 from rostra.models import parameter_counts
 from rostra.report import write_report
-from rostra.store import RunFolder, read_manifest, sweep, write_file, write_json
+from rostra.store import RunFolder, explain_full_disk, read_manifest, sweep, write_file, write_json
 from rostra.track import TensorBoard
-from rostra.train.choose import choose_layout
+from rostra.train.choose import check_same_data, choose_layout
 from rostra.train.finish import Evaluator, save_model
 from rostra.train.folder import claimed, finished, resumable
 from rostra.train.loop import Loop, StopSignal, every
@@ -49,7 +49,7 @@ def train(
     folder = RunFolder(config.run.path)
     lines = JsonLines()
     events = Events(listeners=[*listeners, lines])
-    with claimed(folder) as (new, lock):
+    with explain_full_disk(folder.path), claimed(folder) as (new, lock):
         if lock.notice:
             events.notice(lock.notice)
         sweep(folder.path)
@@ -77,13 +77,17 @@ class _Training:
         self.device = best_device()
         if self.device.type == "cpu":
             keep_freed_memory()
+        check_model(config)
         self.prepared: Prepared = prepare(config.data, config.model.pretrained, events.notice)
         data = config.data
         samples = Samples(
             self.prepared.train, data.sequence_length, config.run.seed, data.isolate_documents
         )
         self.loader = Loader(samples, config.train.global_batch_size)
-        self.steps = total_steps(config, len(samples))
+        self.steps = total_steps(config, self.loader)
+        if checkpoint is not None:
+            check_same_data(checkpoint.data, self.prepared.identity, str(folder.path))
+            _check_length(checkpoint.position.step, self.steps, folder)
         model = build_model(config, self.prepared.tokenizer, self.device)
         self.counts = parameter_counts(model)
         self.layout = self._layout(checkpoint)
@@ -95,7 +99,7 @@ class _Training:
         else:
             torch.manual_seed(config.run.seed)
             if origin is not None:
-                start_from(origin, self.engine)
+                start_from(origin, self.engine, self.prepared.tokenizer_hash)
         self.evaluator = Evaluator(config, self.prepared, self.engine, events)
 
     def _layout(self, checkpoint: Checkpoint | None) -> Layout:
@@ -171,6 +175,7 @@ class _Training:
             self.loop.position,
             self.layout,
             self.config.model_dump(mode="json"),
+            self.prepared.identity,
         )
         keep_newest(self.folder, self.config.checkpoint.keep)
         seconds = round(self.events.clock() - began, 3)
@@ -216,12 +221,21 @@ class _Training:
         }
 
 
-def total_steps(config: Config, samples: int) -> int:
-    """Optimizer steps of the whole run; `samples` are those of one epoch."""
+def total_steps(config: Config, loader: Loader) -> int:
+    """Optimizer steps of the whole run; the last one of whole epochs may go beyond them."""
     train, size = config.train, config.train.global_batch_size
     if train.steps is not None:
         return train.steps
     if train.tokens is not None:
         return max(1, -(-train.tokens // (size * config.data.sequence_length)))
     assert train.epochs is not None
-    return max(1, round(train.epochs * samples / size))
+    return loader.steps(train.epochs)
+
+
+def _check_length(done: int, asked: int, folder: RunFolder) -> None:
+    if done > asked:
+        raise RequestError(
+            f"{folder.path}: this run has done {done} steps, and {asked} are asked for. Ask for "
+            "more, or start a new run with another run.output "
+            f"(`--from {folder.path}@STEP` takes the weights of one of its checkpoints)."
+        )
