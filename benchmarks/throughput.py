@@ -87,7 +87,11 @@ def rostra_step() -> Step:
     config = Config.model_validate(
         {
             "model": {"architecture": "llama", "size": size},
-            "data": {"sources": [{"type": "python_docs"}], "sequence_length": LENGTH},
+            "data": {
+                "sources": [{"type": "python_docs"}],
+                "tokenizer": {"vocabulary": VOCABULARY},
+                "sequence_length": LENGTH,
+            },
             "train": {"steps": 1_000_000, "global_batch_size": SAMPLES},
         }
     )

@@ -8,6 +8,7 @@ print(summary["bits_per_byte"], run.generate("def main"))
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +42,11 @@ class Run:
         if path.is_dir():
             if not RunFolder(path).config.exists():
                 raise RequestError(f"{path}: is no run: it holds no config.yaml")
-            return cls(read_config(RunFolder(path).config, [*overrides, f"run.output={path}"]))
+            return cls(
+                read_config(
+                    RunFolder(path).config, [*overrides, f"run.output={json.dumps(str(path))}"]
+                )
+            )
         return cls(read_config(path, overrides))
 
     @property

@@ -46,24 +46,27 @@ def check_model(config: Config) -> None:
         scratch_config(config.model, 1, config.data.sequence_length, {})
 
 
-def build_model(config: Config, tokenizer: Any, device: torch.device) -> PreTrainedModel:
-    """The model of the config in float32 on `device`, made for `tokenizer`."""
+def build_model(
+    config: Config, tokenizer: Any, vocabulary: int, device: torch.device
+) -> PreTrainedModel:
+    """The model of the config in float32 on `device`, made for `tokenizer`, whose token ids
+    are all below `vocabulary`."""
     section, length = config.model, config.data.sequence_length
     if section.pretrained is not None:
         model = load_model(section.pretrained)
     else:
-        shape = scratch_config(section, len(tokenizer), length, special_tokens(tokenizer))
+        shape = scratch_config(section, vocabulary, length, special_tokens(tokenizer))
         model = create_model(shape, config.run.seed)
-    _check_fit(model, tokenizer, config)
+    _check_fit(model, vocabulary, config)
     return model.to(device)
 
 
-def _check_fit(model: PreTrainedModel, tokenizer: Any, config: Config) -> None:
+def _check_fit(model: PreTrainedModel, vocabulary: int, config: Config) -> None:
     """Refuse what would fail in the first step, or train without sense."""
     rows = model.get_input_embeddings().weight.shape[0]
-    if len(tokenizer) > rows:
+    if vocabulary > rows:
         raise RequestError(
-            f"data.tokenizer: has {len(tokenizer):,} tokens, but the model only {rows:,} "
+            f"data.tokenizer: has {vocabulary:,} tokens, but the model only {rows:,} "
             "embeddings; use the model's own tokenizer (leave data.tokenizer out)"
         )
     positions = _positions(model.config)
@@ -95,7 +98,8 @@ def build_engine(
     model.train()
     model.config.use_cache = False
     length, asked = config.data.sequence_length, config.model.attention
-    model.set_attn_implementation(choose(asked, device, length, layout.compile))
+    packed = config.data.isolate_documents and layout.micro_batch > 1
+    model.set_attn_implementation(choose(asked, device, length, layout.compile, packed))
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     pure = layout.compute == "bf16_pure"
     master = MasterWeights(named, torch.bfloat16) if pure else None

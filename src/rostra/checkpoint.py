@@ -35,6 +35,7 @@ class Position:
     step: int  # optimizer steps done
     samples: int  # samples seen since the start, over all epochs
     tokens: int  # target tokens trained on
+    bad_steps: int = 0  # in a row until here
 
 
 def save_checkpoint(

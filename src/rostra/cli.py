@@ -108,7 +108,9 @@ def evaluate(run: RunOrModel, overrides: Overrides = [], as_json: Json = False) 
 
 
 @app.command()
-def schema() -> None:
+def schema(
+    as_json: Annotated[bool, typer.Option("--json", help="the same: it is JSON")] = False,
+) -> None:
     """Print the JSON schema of the config file, for editors that check and complete it."""
     from rostra.config import Config
 

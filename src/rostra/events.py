@@ -86,7 +86,7 @@ class JsonLines:
         if self._file is None:
             self._early.append(event)
             return
-        fields = {key: _plain(value) for key, value in event.fields.items()}
+        fields = plain(event.fields)
         line = {"time": round(event.time, 3), "event": event.kind, **fields}
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
@@ -96,8 +96,10 @@ class JsonLines:
             self._file.close()
 
 
-def _plain(value: Any) -> Any:
-    """JSON has no number for what is not finite: it becomes null."""
+def plain(value: Any) -> Any:
+    """The value with null for numbers that are not finite: JSON has none for them."""
+    if isinstance(value, dict):
+        return {key: plain(inner) for key, inner in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

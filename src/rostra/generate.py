@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
+from rostra.data import load_tokenizer
 from rostra.errors import RequestError
+from rostra.hardware import best_device
 from rostra.models import evaluating, load_model
 
 
@@ -33,8 +35,8 @@ def load_for_generation(path: str) -> tuple[PreTrainedModel, Any]:
         raise RequestError(f"{path}: this run has no final model yet; let it finish first")
     elif path.startswith((".", "/")) and not (folder / "config.json").exists():
         raise RequestError(f"{path}: no such model: give a run's folder or a model's")
-    model = load_model(path)
-    return model, AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    model = load_model(path).to(best_device())
+    return model, load_tokenizer(path)
 
 
 @torch.no_grad()
@@ -42,12 +44,20 @@ def generate_text(model: PreTrainedModel, tokenizer: Any, prompt: str, sampling:
     """The text that follows `prompt`. Draws from a stream of its own: training's random
     state is as before afterwards."""
     ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids
-    if tokenizer.bos_token_id is not None:
-        ids = torch.cat([torch.tensor([[tokenizer.bos_token_id]]), ids.long()], dim=1)
+    start = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    if start is not None and (tokenizer.bos_token_id is not None or ids.shape[1] == 0):
+        ids = torch.cat([torch.tensor([[start]]), ids.long()], dim=1)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and ids.shape[1] + sampling.tokens > positions:
+        raise RequestError(
+            f"--tokens {sampling.tokens}: with a prompt of {ids.shape[1]} tokens that is more "
+            f"than the {positions} positions this model is made for"
+        )
     if ids.shape[1] == 0:
         raise RequestError("--prompt: this model's tokenizer needs at least one token of prompt")
     ids = ids.to(model.device)
     devices = [model.device] if model.device.type == "cuda" else []
+    pad = tokenizer.pad_token_id
     greedy = sampling.temperature == 0
     choice = (
         {}
@@ -66,7 +76,7 @@ def generate_text(model: PreTrainedModel, tokenizer: Any, prompt: str, sampling:
             max_new_tokens=sampling.tokens,
             do_sample=not greedy,
             use_cache=True,
-            pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
+            pad_token_id=tokenizer.eos_token_id if pad is None else pad,
             **choice,
         )
     text: str = tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True)

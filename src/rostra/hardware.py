@@ -126,11 +126,10 @@ def _version(library: str) -> str | None:
 
 
 def best_device() -> torch.device:
-    """The accelerator that is there, else the CPU."""
+    """A CUDA device if there is one, else the CPU: Rostra has not been tried on others."""
     import torch
 
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return torch.device("cpu") if found is None else found
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def supports(device: torch.device, precision: Literal["bf16", "fp16"]) -> bool:

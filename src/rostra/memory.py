@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from rostra.errors import TrainingFailed
+
 KINDS = ("parameters", "gradients", "optimizer", "activations")
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 _GRADIENT = "rostra.gradient:"  # marks in the profiler's stream; the address follows
@@ -176,6 +178,18 @@ def _kinds_of_blocks(stream: list[tuple[int, int]], states: set[int]) -> dict[in
         elif address in taken:
             kinds[taken[address]] = "gradients"
     return kinds | {taken[a]: "optimizer" for a in states if a in taken}
+
+
+@contextlib.contextmanager
+def explain_out_of_memory() -> Iterator[None]:
+    """Turn a device's lack of memory into a message that says what to change."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise TrainingFailed(
+            f"the device is out of memory: {str(error).splitlines()[0]} Lower "
+            "train.micro_batch_size (the result stays the same) or data.sequence_length."
+        ) from error
 
 
 def keep_freed_memory() -> None:

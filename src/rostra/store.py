@@ -8,6 +8,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import socket
 import time
@@ -201,13 +202,15 @@ class Lock:
             owner = json.loads(self.path.read_text())
         except FileNotFoundError:
             return
+        except json.JSONDecodeError:  # a machine went down while it was written
+            owner = {"process": "?", "host": host, "since": "?", "process_started": 0}
         who = f"process {owner['process']} on {owner['host']}, since {owner['since']}"
         if owner["host"] != host:
             raise RequestError(
                 f"{self.path.parent}: in use by {who}. If that process is surely gone, "
                 f"delete {self.path} and start again."
             )
-        with contextlib.suppress(psutil.NoSuchProcess):
+        with contextlib.suppress(psutil.NoSuchProcess, TypeError):
             process = psutil.Process(owner["process"])
             alive = process.status() != psutil.STATUS_ZOMBIE
             if alive and abs(process.create_time() - owner["process_started"]) < 1:
@@ -262,8 +265,9 @@ class RunFolder:
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, oldest first."""
-        found = self.checkpoints.glob("step-*") if self.checkpoints.is_dir() else ()
-        return sorted(int(p.name.split("-")[1]) for p in found if (p / MANIFEST).exists())
+        found = self.checkpoints.iterdir() if self.checkpoints.is_dir() else ()
+        names = ((re.fullmatch(r"step-(\d+)", path.name), path) for path in found)
+        return sorted(int(m[1]) for m, path in names if m and (path / MANIFEST).exists())
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step-{step}"

@@ -14,6 +14,7 @@ data:
   sources:
     - type: text
       path: books
+  tokenizer: {vocabulary: 300}
 train:
   steps: 1e2
 optimizer:
@@ -53,33 +54,36 @@ def test_every_default_is_written_out_and_read_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (GOOD + "trian: {}\n", "/config.yaml:11: trian: unknown key; did you mean `train`?"),
+        (GOOD + "trian: {}\n", "/config.yaml:12: trian: unknown key; did you mean `train`?"),
         (
             GOOD.replace("  steps:", "  stesp: 3\n  steps:"),
-            "/config.yaml:8: train.stesp = 3: unknown key; did you mean `steps`?",
+            "/config.yaml:9: train.stesp = 3: unknown key; did you mean `steps`?",
         ),
         (
             GOOD + "sequence_length: 4096\n",
-            "/config.yaml:11: sequence_length = 4096: unknown key; "
+            "/config.yaml:12: sequence_length = 4096: unknown key; "
             "did you mean `data.sequence_length`?",
         ),
         (
             GOOD.replace("path: books", "pth: books"),
             "/config.yaml:5: data.sources.0.path: missing; it must be given",
         ),
-        (GOOD.replace("3e-4", '"3e-4"'), "/config.yaml:10: optimizer.learning_rate"),
+        (GOOD.replace("3e-4", '"3e-4"'), "/config.yaml:11: optimizer.learning_rate"),
         (GOOD.replace("3e-4", "-1"), "should be greater than 0"),
-        (GOOD.replace("1e2", "yes"), '/config.yaml:8: train.steps = "yes": should be a valid int'),
+        (GOOD.replace("1e2", "yes"), '/config.yaml:9: train.steps = "yes": should be a valid int'),
         (GOOD + "adapter: {r: 8}\n", "section `adapter` has no keys in this version"),
         (GOOD.replace("1e2", "1\n  epochs: 2"), "exactly one of `steps`, `tokens`, `epochs`"),
         (GOOD.replace("preset: tiny", "preset: tiny\n  pretrained: x"), "/config.yaml:1: model: "),
         (GOOD + "schedule: {warmup: 3x}\n", 'should be a percentage such as "3%"'),
-        (GOOD + "parallel: none\n", "/config.yaml:11: parallel"),
-        (GOOD + "train: {}\n", "/config.yaml:11: not valid YAML"),
+        (GOOD + "parallel: none\n", "/config.yaml:12: parallel"),
+        (GOOD + "train: {}\n", "/config.yaml:12: not valid YAML"),
         ("model: [", "/config.yaml:1: not valid YAML"),
         ("- a\n", "a config is a table of sections"),
         ("", "model: missing"),
-        (GOOD.replace("type: text", "type: texts"), "'texts'"),
+        (
+            GOOD.replace("type: text", "type: texts"),
+            "data.sources.0: unknown type; known: gutenberg",
+        ),
         (GOOD.replace("- type: text", "- kind: text"), "needs a `type`"),
     ],
 )
@@ -87,6 +91,18 @@ def test_a_mistake_is_answered_with_line_key_value_and_advice(
     tmp_path: Path, text: str, said: str
 ) -> None:
     assert said in refusal(tmp_path, text)
+
+
+def test_a_schedule_longer_than_the_run_is_refused(tmp_path: Path) -> None:
+    schedule = "schedule: {name: wsd, warmup: 50%, decay: 60%}\n"
+    assert "together are longer than the run" in refusal(tmp_path, GOOD + schedule)
+    assert "percentage" in refusal(tmp_path, GOOD + "schedule: {warmup: 300%}\n")
+
+
+def test_a_model_from_scratch_needs_a_tokenizer(tmp_path: Path) -> None:
+    assert "data.tokenizer.vocabulary" in refusal(
+        tmp_path, GOOD.replace("  tokenizer: {vocabulary: 300}\n", "")
+    )
 
 
 def test_several_mistakes_are_told_at_once(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def test_tokenizers_that_add_a_prefix_get_whole_texts(tokenizer: PreTrainedToken
 
 def test_no_tokenizer_is_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(RequestError, match=r"nothing.*no tokenizer could be loaded"):
+    with pytest.raises(RequestError, match=r"nothing: no such folder"):
         load_tokenizer(tmp_path / "nothing")
     (tmp_path / "tokenizer_config.json").write_text(
         '{"auto_map": {"AutoTokenizer": ["x.X", null]}}'

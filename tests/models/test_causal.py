@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rostra.config.schema import ModelSection
@@ -135,7 +136,17 @@ def test_a_folder_that_is_no_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="pickles"):
         load_model(str(tmp_path))
     (tmp_path / "model.safetensors").write_bytes(b"x")
-    with pytest.raises(RequestError, match="cannot load it"):
+    with pytest.raises(RequestError, match="cannot load this model"):
+        load_model(str(tmp_path))
+
+
+def test_weights_that_are_missing_are_not_made_up(tmp_path: Path) -> None:
+    model = small("llama")
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RequestError, match=r"not complete.*up_proj"):
         load_model(str(tmp_path))
 
 

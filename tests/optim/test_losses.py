@@ -45,7 +45,7 @@ def leaves(values: dict[str, Any]) -> list[Tensor]:
 
 def assert_close(found: Tensor, expected: Tensor, tolerance: float) -> None:
     """Equal relative to the largest value."""
-    assert (found - expected).abs().max() <= tolerance * expected.abs().max().clamp(min=1e-3)
+    assert (found - expected).abs().max() <= tolerance * expected.abs().max().clamp(min=1.0)
 
 
 def check(values: dict[str, Any], softcap: float | None = None, **options: Any) -> None:

@@ -50,7 +50,8 @@ def test_a_longer_wsd_run_has_the_same_stable_part() -> None:
 def test_every_schedule_stays_within_its_bounds(
     total: int, name: str, warmup: int | str, final: float
 ) -> None:
-    found = rates(total, name=name, warmup=warmup, final_fraction=final)
+    decay = 0 if warmup == "100%" else "20%"
+    found = rates(total, name=name, warmup=warmup, decay=decay, final_fraction=final)
     start = warmup if isinstance(warmup, int) else round(total * float(warmup[:-1]) / 100)
     assert all(0 <= rate <= 1 for rate in found)
     assert all(rate >= final - 1e-9 for rate in found[start:])

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -349,6 +350,47 @@ def test_a_run_starts_from_anothers_weights(tiny: Tiny, tmp_path: Path) -> None:
         other = Run.open(tiny(run={"output": str(tmp_path / "other")}))
         other.train(origin=f"{first.path}@5")
     assert not (tmp_path / "other").exists()
+
+
+def test_a_branch_killed_before_its_first_checkpoint_still_starts_from_its_origin(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    first = Run.open(tiny(train={"steps": 8}))
+    first.train()
+    values = tiny(run={"output": str(tmp_path / "branch")}, checkpoint={"every": 5})
+    whole = tiny(run={"output": str(tmp_path / "whole")}, checkpoint={"every": 5})
+    Run.open(whole).train(origin=str(first.path))
+    branch = Run.open(values)
+
+    def crash(event: Event) -> None:
+        if event.kind == "step" and event["step"] == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        branch.train([crash], origin=str(first.path))
+    branch.train()
+    assert_same_run(tmp_path / "whole", branch.path)
+    branch.train(origin=str(first.path))  # the same command again is no mistake
+    with pytest.raises(RequestError, match="--from starts a new run"):
+        branch.train(origin=f"{first.path}@8")
+
+
+def test_a_run_without_a_whole_checkpoint_is_never_overwritten(tiny: Tiny) -> None:
+    run = Run.open(tiny(checkpoint={"keep": 1}))
+    run.train()
+    path = RunFolder(run.path).checkpoint(6) / "state.json"
+    path.write_text(path.read_text().replace("6", "7", 1))
+    with pytest.raises(RequestError, match="none of its checkpoints is whole"):
+        Run.open(tiny(checkpoint={"keep": 1}, train={"steps": 9})).train()
+
+
+def test_a_finished_run_needs_no_checkpoint_to_say_so(tiny: Tiny) -> None:
+    run = Run.open(tiny())
+    summary = run.train()
+    shutil.rmtree(run.path / "checkpoints")
+    assert run.train() == summary
+    with pytest.raises(RequestError, match="started with another config"):
+        Run.open(tiny(run={"seed": 5})).train()
 
 
 def test_a_branch_with_its_optimizer_goes_on_where_the_run_stood(

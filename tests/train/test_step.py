@@ -28,7 +28,11 @@ VOCABULARY, LENGTH, SAMPLES = 97, 24, 8
 def config_of(**sections: Any) -> Config:
     values: dict[str, Any] = {
         "model": {"preset": "tiny"},
-        "data": {"sources": [{"type": "python_docs"}], "sequence_length": LENGTH},
+        "data": {
+            "sources": [{"type": "python_docs"}],
+            "tokenizer": {"vocabulary": 300},
+            "sequence_length": LENGTH,
+        },
         "train": {"steps": 10, "global_batch_size": SAMPLES, "loss_chunk": 50},
     }
     return config_from_dict({**values, **sections})

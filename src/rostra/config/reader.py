@@ -185,16 +185,17 @@ def _is_field(key: Sequence[str | int], part: str | int) -> bool:
 def _explain(kind: str, message: str, key: Key) -> str:
     if kind == "extra_forbidden":
         return "unknown key" + _suggest(key)
-    if kind == "missing":
-        return "missing; it must be given"
-    if kind == "union_tag_not_found":
-        return f"needs a `type`: one of {', '.join(sorted(_tags()))}"
-    if kind == "union_tag_invalid":
-        return f"unknown type; known: {', '.join(sorted(_tags()))}"
-    if kind == "tuple_type":
-        return "should be a list: begin each entry with `-`"
+    types = ", ".join(sorted(_tags()))
+    own = {
+        "missing": "missing; it must be given",
+        "union_tag_not_found": f"needs a `type`: one of {types}",
+        "union_tag_invalid": f"unknown type; known: {types}",
+        "tuple_type": "should be a list: begin each entry with `-`",
+    }
     if kind == "string_pattern_mismatch" and "%" in message:
         return 'should be a percentage such as "3%"'
+    if kind in own:
+        return own[kind]
     return message.removeprefix("Value error, ").replace("Input should be", "should be")
 
 

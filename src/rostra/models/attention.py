@@ -31,14 +31,20 @@ _HIDDEN = -1e30  # the score of a key that is not seen; finite, so that no row b
 
 
 def choose(
-    requested: Requested, device: torch.device, sequence_length: int, compiled: bool = True
+    requested: Requested,
+    device: torch.device,
+    sequence_length: int,
+    compiled: bool = True,
+    packed: bool = False,
 ) -> str:
     """The name to set as `config._attn_implementation` before a model is built.
 
     `auto` is FlashAttention where it is installed on CUDA, else SDPA on an accelerator. On the
     CPU it is `blocked` when the model will be `compiled` (twice to three times as fast as SDPA;
-    uncompiled it is slower), for up to 8192 positions. Raises RequestError when FlashAttention
-    is asked for and cannot run.
+    uncompiled it is slower), for up to 8192 positions. `packed` says that samples hold several
+    documents and a micro batch several samples: transformers then does not tell FlashAttention
+    where documents end, so it is not taken. Raises RequestError when FlashAttention is asked
+    for and cannot run, or would cross documents.
     """
     register()
     flash = device.type == "cuda" and is_flash_attn_2_available()
@@ -47,10 +53,16 @@ def choose(
             "model.attention: flash_attention_2 needs a CUDA device and the package flash-attn; "
             "install it with `pip install flash-attn`, or set model.attention to auto"
         )
+    if requested == "flash_attention_2" and packed:
+        raise RequestError(
+            "model.attention: flash_attention_2 keeps documents apart only in micro batches of "
+            "one sample; set train.micro_batch_size: 1 (with a longer data.sequence_length), "
+            "data.isolate_documents: false, or model.attention: auto"
+        )
     if requested == "auto":
         if device.type == "cpu" and compiled and sequence_length <= _LONGEST:
             return NAME
-        return "flash_attention_2" if flash else "sdpa"
+        return "flash_attention_2" if flash and not packed else "sdpa"
     return NAME if requested == "blocked" else requested
 
 

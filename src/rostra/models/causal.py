@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
@@ -44,19 +45,25 @@ def load_model(
             )
         raise RequestError(f"{path}: holds no model weights (*.safetensors)")
     try:
-        return AutoModelForCausalLM.from_pretrained(
+        model, found = AutoModelForCausalLM.from_pretrained(
             path,
             attn_implementation=attention,
             dtype=dtype,
             use_safetensors=True,
             trust_remote_code=False,
+            output_loading_info=True,
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         first = str(error).strip().splitlines()[0]
         raise RequestError(
-            f"model.pretrained = {path!r}: cannot load it: {first} "
+            f"{path}: cannot load this model: {first} "
             "(give a folder that holds config.json and *.safetensors, or a hub id)"
         ) from error
+    if missing := sorted({*found["missing_keys"], *map(str, found["mismatched_keys"])}):
+        raise RequestError(
+            f"{path}: its weights are not complete; missing or of another shape: {missing[:3]}"
+        )
+    return model
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:

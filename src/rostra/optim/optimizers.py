@@ -98,7 +98,8 @@ class Optimizers:
         for name, value in {**tensors, **values}.items():
             parameter, key = name.rsplit("/", 1)
             part, p = owners[parameter]
-            here = isinstance(value, Tensor) and value.dim()
+            # a fused optimizer counts its steps on the device, others on the CPU
+            here = isinstance(value, Tensor) and (value.dim() or part.defaults.get("fused"))
             part.state[p][key] = value.to(p.device) if here else value
 
 

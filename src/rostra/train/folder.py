@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rostra.checkpoint import Checkpoint, newest_checkpoint
-from rostra.config import Config, config_from_dict
+from rostra.config import Config, config_from_dict, read_config
 from rostra.errors import RequestError
 from rostra.events import Events
 from rostra.store import Lock, RunFolder, sweep
@@ -29,7 +29,13 @@ def claimed(folder: RunFolder) -> Iterator[tuple[bool, Lock]]:
             f"{folder.path}: holds {strangers[0]} and is no run; "
             "choose an empty or new folder with run.output"
         )
-    folder.path.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RequestError(
+            f"{folder.path}: cannot make this folder ({error.strerror}); choose another with "
+            "run.output"
+        ) from error
     try:
         with Lock(folder.path) as lock:
             yield new, lock
@@ -37,6 +43,8 @@ def claimed(folder: RunFolder) -> Iterator[tuple[bool, Lock]]:
         nothing_yet = isinstance(error, RequestError) or not folder.config.exists()
         in_use = (folder.path / "lock.json").exists()
         if new and nothing_yet and not folder.steps() and not in_use:
+            for own in folder.path.iterdir() if not made else ():
+                shutil.rmtree(own) if own.is_dir() else own.unlink()
             for path in made:
                 with contextlib.suppress(OSError):  # a parent that others use by now stays
                     shutil.rmtree(path) if path == folder.path else path.rmdir()
@@ -46,32 +54,42 @@ def claimed(folder: RunFolder) -> Iterator[tuple[bool, Lock]]:
 def resumable(
     folder: RunFolder, config: Config, events: Events, new_learning_rate: bool
 ) -> Checkpoint | None:
-    """The checkpoint to go on from, after checking that the config still fits it."""
+    """The checkpoint to go on from, after checking that the config still fits the run.
+
+    None when the run was stopped before it saved its first one. Raises RequestError when
+    there are checkpoints and none is whole.
+    """
     sweep(folder.checkpoints)
     checkpoint, problems = newest_checkpoint(folder)
+    if checkpoint is None and problems:
+        listed = "\n  ".join(problem for _, problem in problems)
+        raise RequestError(
+            f"{folder.path}: none of its checkpoints is whole:\n  {listed}\n"
+            "Restore one, or start a new run with another run.output."
+        )
     for path, problem in problems:
         kept = path.with_name(f"damaged-{path.name}")
         if not kept.exists():
             path.rename(kept)  # out of the way of a good one of the same step
         events.notice(f"{problem}; kept as {kept}, going back to an older checkpoint")
-    if checkpoint is not None:
-        old = config_from_dict(checkpoint.config)  # keys that are newer get their defaults
-        check_resumable(
-            old.model_dump(mode="json"),
-            config.model_dump(mode="json"),
-            str(folder.path),
-            new_learning_rate,
-        )
+    # keys that came later than the run get their defaults
+    old = config_from_dict(checkpoint.config) if checkpoint else read_config(folder.config)
+    check_resumable(
+        old.model_dump(mode="json"),
+        config.model_dump(mode="json"),
+        str(folder.path),
+        new_learning_rate,
+    )
     return checkpoint
 
 
-def finished(
-    folder: RunFolder, config: Config, checkpoint: Checkpoint | None
-) -> dict[str, Any] | None:
+def finished(folder: RunFolder, config: Config) -> dict[str, Any] | None:
     """The summary of a run that has nothing left to do."""
-    if checkpoint is None or not folder.summary.exists():
+    if not folder.summary.exists() or not folder.model.exists():
+        return None
+    old = read_config(folder.config).train
+    same = (old.steps, old.tokens, old.epochs)
+    if same != (config.train.steps, config.train.tokens, config.train.epochs):
         return None
     summary: dict[str, Any] = json.loads(folder.summary.read_text())
-    old, new = checkpoint.config["train"], config.model_dump(mode="json")["train"]
-    same = all(old[key] == new[key] for key in ("steps", "tokens", "epochs"))
-    return summary if same and summary["steps"] == checkpoint.position.step else None
+    return summary

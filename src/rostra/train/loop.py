@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any
 
 from rostra.checkpoint import Position
 from rostra.data import Loader
-from rostra.errors import TrainingFailed
+from rostra.errors import Stopped, TrainingFailed
 from rostra.events import Event, Events, Listener
+from rostra.memory import Memory
 from rostra.parallel import Engine
-from rostra.train.step import Outcome, train_step
+from rostra.train.step import train_step
 
 
 class StopSignal:
-    """SIGTERM and Ctrl-C ask the loop to stop after its step; a second Ctrl-C ends at once."""
+    """SIGTERM and Ctrl-C stop at once, but while steps run only after the step; a second
+    Ctrl-C ends at once even then."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
+        self._at_once = True
+
+    @contextlib.contextmanager
+    def after_the_step(self) -> Iterator[None]:
+        self._at_once = False
+        yield
+        self._at_once = True
+        if self.reason is not None:
+            self._stop()
 
     def __enter__(self) -> StopSignal:
         here = threading.current_thread() is threading.main_thread()  # only it may handle them
@@ -31,7 +44,12 @@ class StopSignal:
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self.reason = signal.Signals(number).name
+        if self._at_once:
+            self._stop()
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _stop(self) -> None:
+        raise Stopped(f"stopped by {self.reason}; start the same command again to go on")
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
@@ -63,34 +81,43 @@ class Loop:
         self.steps = steps
         self.bad_steps = bad_steps
         self.position = Position(0, 0, 0)
-        self._bad = 0
 
-    def run(self, stop: StopSignal, until: int | None = None) -> None:
+    def run(
+        self,
+        stop: StopSignal,
+        until: int | None = None,
+        around: AbstractContextManager[Memory | None] | None = None,
+    ) -> None:
+        """Steps up to `until` or the end; `around`, which measures, is entered for one."""
         end = self.steps if until is None else min(until, self.steps)
         while self.position.step < end and stop.reason is None:
             began = time.perf_counter()
             batch = self.loader.batch(self.position.samples, self.loader.global_batch_size)
-            outcome = train_step(self.engine, batch)
+            with around or nullcontext() as memory:
+                outcome = train_step(self.engine, batch)
+            here = self.position
             self.position = Position(
-                self.position.step + 1,
-                self.position.samples + len(batch),
-                self.position.tokens + outcome.tokens,
+                here.step + 1,
+                here.samples + len(batch),
+                here.tokens + outcome.tokens,
+                0 if outcome.accepted else here.bad_steps + 1,
             )
             seconds = time.perf_counter() - began
+            if memory is not None:
+                self.events.emit("memory", step=self.position.step, bytes=memory.bytes)
             self.events.emit(
                 "step", step=self.position.step, **outcome.__dict__, seconds=round(seconds, 6)
             )
-            self._judge(outcome)
+            self._judge(self.position.bad_steps)
 
-    def _judge(self, outcome: Outcome) -> None:
-        self._bad = 0 if outcome.accepted else self._bad + 1
-        if self._bad == 1:
+    def _judge(self, bad: int) -> None:
+        if bad == 1:
             self.events.notice(
                 f"step {self.position.step} was passed over: its loss or gradient is not finite"
             )
-        if self._bad > self.bad_steps:
+        if bad > self.bad_steps:
             raise TrainingFailed(
-                f"{self._bad} steps in a row gave a loss or gradient that is not finite. "
+                f"{bad} steps in a row gave a loss or gradient that is not finite. "
                 "Lower optimizer.learning_rate, lengthen schedule.warmup, or use "
-                "precision.compute: fp32; the last checkpoint is from before."
+                "precision.compute: fp32, in a new run, perhaps --from an earlier checkpoint."
             )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from rostra.checkpoint import Checkpoint, newest_checkpoint, open_checkpoint
 from rostra.errors import RequestError
 from rostra.parallel import TorchEngine
-from rostra.store import RunFolder
+from rostra.store import RunFolder, write_json
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,26 @@ class Origin:
         return found
 
 
-def start_from(origin: Origin, engine: TorchEngine, tokenizer: str) -> None:
+def recorded(folder: RunFolder, origin: Origin | None, new: bool) -> Origin | None:
+    """The origin of the run, which is kept in its folder: resuming must not lose it.
+
+    Raises RequestError when another one is asked for than the run was started with.
+    """
+    path = folder.path / "origin.json"
+    known = None
+    if path.exists():
+        values = json.loads(path.read_text())
+        known = Origin(Path(values["path"]), values["step"], values["optimizer"])
+    if new and origin is not None:
+        values = {"path": str(origin.path), "step": origin.step, "optimizer": origin.optimizer}
+        write_json(path, values)
+        return origin
+    if origin not in (None, known):
+        raise RequestError(f"{folder.path}: --from starts a new run, but this one exists")
+    return known
+
+
+def start_from(origin: Origin, engine: TorchEngine, tokenizer: str, optimizer: str) -> None:
     """Weights of another run, and its optimizer's state if asked, at step 0 of this one."""
     checkpoint = origin.open()
     if checkpoint.data["tokenizer"] != tokenizer:
@@ -49,11 +69,17 @@ def start_from(origin: Origin, engine: TorchEngine, tokenizer: str) -> None:
             f"Set data.tokenizer to {{pretrained: {origin.path}/model}}."
         )
     tensors = checkpoint.tensors()
+    own, theirs = optimizer, checkpoint.config["optimizer"]["name"]
+    if origin.optimizer and own != theirs:
+        raise RequestError(
+            f"--from {origin.path} --with-optimizer: it was trained with {theirs}, and this "
+            f"config has optimizer.name = {own}; use the same, or leave --with-optimizer out"
+        )
     try:
         if origin.optimizer:
             engine.load_state(
                 {k: v for k, v in tensors.items() if not k.startswith("random/")},
-                {**checkpoint.values, "steps": 0},
+                {**checkpoint.values, "steps": 0, "scale": engine.scale.state()},
             )
         else:
             kinds = ("model/", "master/")  # the later is the more exact

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -19,10 +20,10 @@ from rostra.checkpoint import (
 from rostra.config import Config, config_to_yaml
 from rostra.data import Loader, Prepared, Samples, prepare
 from rostra.errors import RequestError, Stopped
-from rostra.events import Events, JsonLines, Listener, read_events
-from rostra.hardware import best_device
+from rostra.events import Events, JsonLines, Listener, plain, read_events
+from rostra.hardware import best_device, can_compile
 from rostra.layout import Layout
-from rostra.memory import keep_freed_memory, measure, peak_resident_bytes
+from rostra.memory import explain_out_of_memory, keep_freed_memory, measure, peak_resident_bytes
 from rostra.models import parameter_counts
 from rostra.report import write_report
 from rostra.store import RunFolder, explain_full_disk, read_manifest, sweep, write_file, write_json
@@ -31,7 +32,7 @@ from rostra.train.choose import check_same_data, choose_layout
 from rostra.train.finish import Evaluator, save_model
 from rostra.train.folder import claimed, finished, resumable
 from rostra.train.loop import Loop, StopSignal, every
-from rostra.train.origin import Origin, start_from
+from rostra.train.origin import Origin, recorded, start_from
 
 
 def train(
@@ -49,17 +50,21 @@ def train(
     folder = RunFolder(config.run.path)
     lines = JsonLines()
     events = Events(listeners=[*listeners, lines])
-    with explain_full_disk(folder.path), claimed(folder) as (new, lock):
+    with (
+        StopSignal() as stop,
+        claimed(folder) as (new, lock),
+        explain_full_disk(folder.path),
+        explain_out_of_memory(),
+    ):
         if lock.notice:
             events.notice(lock.notice)
         sweep(folder.path)
         checkpoint = None if new else resumable(folder, config, events, new_learning_rate)
-        if not new and (summary := finished(folder, config, checkpoint)) is not None:
+        origin = recorded(folder, origin, new)
+        if not new and (summary := finished(folder, config)) is not None:
             events.notice(f"{folder.path}: this run is finished; see its report.html")
             return summary
-        if origin is not None and checkpoint is not None:
-            raise RequestError(f"{folder.path}: --from starts a new run, but this one exists")
-        return _Training(config, folder, events, checkpoint, origin).train(lines)
+        return _Training(config, folder, events, checkpoint, origin).train(lines, stop)
 
 
 class _Training:
@@ -88,7 +93,9 @@ class _Training:
         if checkpoint is not None:
             check_same_data(checkpoint.data, self.prepared.identity, str(folder.path))
             _check_length(checkpoint.position.step, self.steps, folder)
-        model = build_model(config, self.prepared.tokenizer, self.device)
+        model = build_model(
+            config, self.prepared.tokenizer, self.prepared.vocabulary_size, self.device
+        )
         self.counts = parameter_counts(model)
         self.layout = self._layout(checkpoint)
         self.engine = build_engine(config, self.layout, model, self.device, self.steps, events)
@@ -99,20 +106,26 @@ class _Training:
         else:
             torch.manual_seed(config.run.seed)
             if origin is not None:
-                start_from(origin, self.engine, self.prepared.tokenizer_hash)
+                start_from(origin, self.engine, self.prepared.tokenizer_hash, config.optimizer.name)
         self.evaluator = Evaluator(config, self.prepared, self.engine, events)
 
     def _layout(self, checkpoint: Checkpoint | None) -> Layout:
         config = self.config
         if checkpoint is not None:  # compiled or not is the run's own: it changes rounding
             compiled = checkpoint.layout.compile
+            if compiled and not can_compile(self.device):
+                self.events.notice(
+                    "this run was compiled, which this machine cannot: going on "
+                    "uncompiled, and no longer bit by bit"
+                )
+                compiled = False
             config = config.model_copy(
                 update={"train": config.train.model_copy(update={"compile": compiled})}
             )
         tokens = self.steps * config.train.global_batch_size * config.data.sequence_length
         return choose_layout(config, self.device, self.counts["parameters"], tokens)
 
-    def train(self, lines: JsonLines) -> dict[str, Any]:
+    def train(self, lines: JsonLines, stop: StopSignal) -> dict[str, Any]:
         folder = self.folder
         write_file(folder.config, config_to_yaml(self.config))
         plan = {"feasible": True, "chosen": {"layout": self.layout.to_dict()}, "considered": 1}
@@ -134,7 +147,8 @@ class _Training:
                 device=str(self.device),
                 **self.counts,
             )
-            self._run_loop()
+            with stop.after_the_step():
+                self._run_loop(stop)
             return self._finish()
 
     def _subscribe(self) -> None:
@@ -145,10 +159,9 @@ class _Training:
         if evaluate.every is not None:
             self.events.subscribe(every(evaluate.every, self.evaluator.while_training))
 
-    def _run_loop(self) -> None:
-        with StopSignal() as stop:
-            self._measured_steps(stop)
-            self.loop.run(stop)
+    def _run_loop(self, stop: StopSignal) -> None:
+        self._measured_steps(stop)
+        self.loop.run(stop)
         if stop.reason is not None and self.loop.position.step < self.steps:
             path = self._save(self.loop.position.step)
             self.events.emit("stopped", step=self.loop.position.step, reason=stop.reason)
@@ -163,9 +176,8 @@ class _Training:
         here = self.loop.position.step
         self.loop.run(stop, until=here + 1)
         if self.loop.position.step < self.steps and stop.reason is None:
-            with measure(self.engine.model, *self.engine.optimizers.parts) as memory:
-                self.loop.run(stop, until=here + 2)
-            self.events.emit("memory", step=here + 2, bytes=memory.bytes)
+            measured = measure(self.engine.model, *self.engine.optimizers.parts)
+            self.loop.run(stop, until=here + 2, around=measured)
 
     def _save(self, step: int) -> Path:
         began = self.events.clock()
@@ -183,10 +195,10 @@ class _Training:
         return path
 
     def _finish(self) -> dict[str, Any]:
-        found = self.evaluator.final()
         manifest = read_manifest(self.folder.model)
         if manifest is None or manifest["step"] != self.steps:
             save_model(self.folder.model, self.engine.model, self.prepared.tokenizer, self.steps)
+        found = self.evaluator.final()
         summary = {
             **self._seen(),
             **found,
@@ -195,6 +207,7 @@ class _Training:
             "layout": self.layout.to_dict(),
             **self.counts,
         }
+        summary = plain(summary)
         self.events.emit("finished", step=self.steps, summary=summary)
         write_report(self.folder.events, self.folder.path)
         write_json(self.folder.summary, summary)
@@ -209,13 +222,14 @@ class _Training:
                 steps[event["step"]] = event
             elif event.kind == "memory":
                 memory = event["bytes"]
+        seconds = [event["seconds"] for event in steps.values()]
         size = self.config.train.global_batch_size * self.config.data.sequence_length
         return {
             "steps": self.steps,
             "tokens": self.loop.position.tokens,
-            "loss": steps[self.steps]["loss"],
-            "tokens_per_second": size / median(e["seconds"] for e in steps.values()),
-            "seconds": sum(e["seconds"] for e in steps.values()),
+            "loss": steps[self.steps]["loss"] if self.steps in steps else None,
+            "tokens_per_second": size / median(seconds or [math.inf]),
+            "seconds": sum(seconds),
             "peak_memory_bytes": memory.get("total"),
             "memory_bytes": memory,
         }
