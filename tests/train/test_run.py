@@ -296,6 +296,27 @@ def test_a_finished_run_says_so_and_a_longer_one_goes_on(tiny: Tiny) -> None:
     assert read_manifest(run.path / "model")["step"] == 9  # type: ignore[index]
 
 
+def test_a_longer_run_killed_on_its_way_is_not_taken_for_finished(tiny: Tiny) -> None:
+    Run.open(tiny()).train()
+    longer = Run.open(tiny(train={"steps": 9}, checkpoint={"every": 50}))
+    interrupt(longer, at=8)
+    assert longer.train()["steps"] == 9
+
+
+def test_only_what_is_its_own_is_removed_from_a_folder(tiny: Tiny, tmp_path: Path) -> None:
+    values = tiny()
+    values["data"]["sources"] = [{"type": "text", "path": "nowhere"}]
+    folder = Path(values["run"]["output"])
+    folder.mkdir()
+    with pytest.raises(RequestError, match="nowhere"):
+        Run.open(values).train()
+    assert list(folder.iterdir()) == []
+    (folder / ".git").mkdir()
+    with pytest.raises(RequestError, match=r"holds \.git and is no run"):
+        Run.open(values).train()
+    assert (folder / ".git").exists()
+
+
 def test_resuming_refuses_other_data_and_a_shorter_run(tiny: Tiny, tmp_path: Path) -> None:
     texts = tmp_path / "texts"
     texts.mkdir()

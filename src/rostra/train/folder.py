@@ -15,6 +15,9 @@ from rostra.events import Events
 from rostra.store import Lock, RunFolder, sweep
 from rostra.train.choose import check_resumable
 
+# What a run writes before its first checkpoint; nothing else of a folder is ever removed.
+_EARLY = ("lock.json", "origin.json", "config.yaml", "plan.json", "events.jsonl", "tensorboard")
+
 
 @contextlib.contextmanager
 def claimed(folder: RunFolder) -> Iterator[tuple[bool, Lock]]:
@@ -22,11 +25,11 @@ def claimed(folder: RunFolder) -> Iterator[tuple[bool, Lock]]:
     if folder.path.exists() and not folder.path.is_dir():
         raise RequestError(f"{folder.path}: is a file; choose another folder with run.output")
     made = [p for p in (folder.path, *folder.path.parents) if not p.exists()]
-    strangers = [] if made else [p.name for p in folder.path.glob("[!.]*")]
+    strangers = [] if made else [p.name for p in folder.path.iterdir() if p.suffix != ".aside"]
     new = not folder.config.exists()
-    if new and set(strangers) - {"lock.json", "events.jsonl"}:
+    if new and (others := sorted(set(strangers) - set(_EARLY))):
         raise RequestError(
-            f"{folder.path}: holds {strangers[0]} and is no run; "
+            f"{folder.path}: holds {others[0]} and is no run; "
             "choose an empty or new folder with run.output"
         )
     try:
@@ -43,8 +46,8 @@ def claimed(folder: RunFolder) -> Iterator[tuple[bool, Lock]]:
         nothing_yet = isinstance(error, RequestError) or not folder.config.exists()
         in_use = (folder.path / "lock.json").exists()
         if new and nothing_yet and not folder.steps() and not in_use:
-            for own in folder.path.iterdir() if not made else ():
-                shutil.rmtree(own) if own.is_dir() else own.unlink()
+            for own in (folder.path / name for name in _EARLY):
+                shutil.rmtree(own) if own.is_dir() else own.unlink(missing_ok=True)
             for path in made:
                 with contextlib.suppress(OSError):  # a parent that others use by now stays
                     shutil.rmtree(path) if path == folder.path else path.rmdir()

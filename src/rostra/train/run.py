@@ -127,6 +127,7 @@ class _Training:
 
     def train(self, lines: JsonLines, stop: StopSignal) -> dict[str, Any]:
         folder = self.folder
+        folder.summary.unlink(missing_ok=True)  # of a shorter length, before this one
         write_file(folder.config, config_to_yaml(self.config))
         plan = {"feasible": True, "chosen": {"layout": self.layout.to_dict()}, "considered": 1}
         write_json(folder.plan, plan)
