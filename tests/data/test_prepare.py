@@ -16,9 +16,13 @@ from typing import Any
 
 import pytest
 
-from rostra.config.schema import DataSection
+from rostra.config import read_config
+from rostra.config.schema import DataSection, PythonDocsSource
 from rostra.data import Encoder, Prepared, held_out, open_prepared, prepare
+from rostra.data.python_docs import PythonDocsReader
+from rostra.data.sources import BadRecords
 from rostra.errors import RequestError
+from support import REPOSITORY
 
 Section = Callable[..., DataSection]
 
@@ -335,3 +339,18 @@ def test_two_at_once_both_end_well(corpus: Path, section: Section, tmp_path: Pat
     prepared = prepare(data, None, pytest.fail)
     assert keys == {prepared.key}
     assert [p.name for p in (tmp_path / "cache").glob(".*")] == []
+
+
+def test_the_quickstart_holds_out_half_a_megabyte() -> None:
+    config = read_config(REPOSITORY / "examples" / "quickstart.yaml")
+    reader = PythonDocsReader(0, PythonDocsSource(type="python_docs"))
+    bad = BadRecords("fail", pytest.fail)
+    texts = {
+        text.encode()
+        for part in reader.parts(bad)
+        for batch in reader.read(part, bad)
+        for text in batch["text"].to_pylist()
+    }
+    below = int(config.data.held_out * 2**256)
+    held = [text for text in texts if int.from_bytes(sha256(text).digest()) < below]
+    assert sum(map(len, held)) >= 500_000
