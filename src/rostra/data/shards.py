@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -138,6 +138,3 @@ class Shards:
         if index not in self._opened:
             self._opened[index] = self._open_file(self.counts[index].file)
         return self._opened[index]
-
-    def to_json(self) -> list[dict[str, Any]]:
-        return [asdict(shard) for shard in self.counts]
