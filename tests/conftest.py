@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ranks import Ranks
 
 
 def pytest_configure() -> None:
@@ -28,6 +29,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Shards of tests go to a folder of their own, shared by the tests of one session."""
     os.environ["ROSTRA_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """Started processes that form gloo groups: `ranks.run(2, task, ...)`."""
+    pool = Ranks()
+    yield pool
+    pool.close()
 
 
 @pytest.fixture(scope="session")
