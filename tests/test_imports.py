@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 ROWS = [
-    ["errors"],
-    ["config", "layout", "events", "store", "memory", "batch"],
-    ["hardware", "models", "optim", "track", "report"],
+    ["errors", "layout"],
+    ["config", "events", "store", "memory", "batch", "pieces"],
+    ["hardware", "models", "optim", "track", "report", "workers"],
     ["parallel", "data"],
     ["build", "checkpoint"],
     ["generate"],

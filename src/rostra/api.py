@@ -53,6 +53,13 @@ class Run:
     def path(self) -> Path:
         return self.config.run.path
 
+    @property
+    def ranks(self) -> int:
+        """Ranks that its layout asks for on this machine."""
+        from rostra.train.choose import ranks_wanted
+
+        return ranks_wanted(self.config)
+
     def prepare(self, notice: Callable[[str], None] = print) -> Prepared:
         """Documents into shards of tokens; at once when they are there already."""
         from rostra.data import prepare
@@ -76,6 +83,7 @@ class Run:
         """The final model on all held-out documents."""
         from rostra.build import build_engine
         from rostra.checkpoint import newest_checkpoint
+        from rostra.config.schema import MemorySection
         from rostra.events import Events
         from rostra.hardware import best_device
         from rostra.models import load_model
@@ -90,9 +98,11 @@ class Run:
         if (trained_on := newest_checkpoint(folder)[0]) is not None:
             check_same_data(trained_on.data, prepared.identity, str(self.path))
         model = load_model(str(folder.model))
-        layout = choose_layout(self.config, device, 0, 0)
-        engine = build_engine(self.config, layout, model.to(device), device, 1, events)
-        return Evaluator(self.config, prepared, engine, events).final()
+        alone = {"parallel": "auto", "memory": MemorySection()}
+        config = self.config.model_copy(update=alone)
+        layout = choose_layout(config, device, 0, 0)
+        engine = build_engine(config, layout, model, device, 1, events)
+        return Evaluator(config, prepared, engine, events).final(folder.model)
 
     def generate(self, prompt: str, sampling: Sampling | None = None) -> str:
         """The text that the final model writes after `prompt`."""

@@ -42,9 +42,43 @@ class Batch:
         ):
             yield Batch(*parts)
 
+    def tensors(self) -> dict[str, Tensor]:
+        return {
+            "input_ids": self.input_ids,
+            "labels": self.labels,
+            "position_ids": self.position_ids,
+        }
+
+    def rows(self, first: int, end: int) -> Batch:
+        return Batch(*(tensor[first:end] for tensor in self.tensors().values()))
+
+    def padded(self, rows: int) -> Batch:
+        """With `rows` samples at least: those that are added have no target."""
+        lacking = rows - len(self)
+        if lacking <= 0:
+            return self
+        length = self.input_ids.shape[1]
+        return Batch(
+            torch.cat([self.input_ids, self.input_ids.new_zeros(lacking, length)]),
+            torch.cat([self.labels, self.labels.new_full((lacking, length), IGNORE)]),
+            torch.cat([self.position_ids, torch.arange(length).expand(lacking, -1)]),
+        )
+
+    def share(self, rank: int, ranks: int) -> Batch:
+        """The rows of `rank` when `ranks` divide the batch; as many for each."""
+        size = -(-len(self) // ranks)
+        return self.rows(rank * size, (rank + 1) * size).padded(size)
+
     def to(self, device: torch.device) -> Batch:
         return Batch(
             self.input_ids.to(device, non_blocking=True),
             self.labels.to(device, non_blocking=True),
             self.position_ids.to(device, non_blocking=True),
         )
+
+
+def share_of(samples: int, rank: int, ranks: int) -> tuple[int, int]:
+    """The first of the samples of `rank` and their number, when `ranks` share `samples` as
+    evenly as can be."""
+    size, more = divmod(samples, ranks)
+    return rank * size + min(rank, more), size + (rank < more)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,12 @@ Overrides = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]
 
 
+Workers = Annotated[
+    int | None,
+    typer.Option("--workers", min=1, help="ranks on this machine; on a CPU they share its cores"),
+]
+
+
 @app.command()
 def train(
     config: ConfigFile,
@@ -43,6 +50,7 @@ def train(
         bool,
         typer.Option("--new-learning-rate", help="resume with another learning rate or schedule"),
     ] = False,
+    workers: Workers = None,
     as_json: Json = False,
 ) -> None:
     """Train a model, or go on with a run where it stands."""
@@ -50,6 +58,7 @@ def train(
     from rostra.track import Progress, show_summary
 
     run = Run.open(config, overrides)
+    _start_ranks(workers or run.ranks)
     progress = Progress(sys.stderr, run.config.monitor.log_every)
     try:
         summary = run.train([progress], origin, with_optimizer, new_learning_rate)
@@ -124,6 +133,15 @@ def doctor(as_json: Json = False) -> None:
 
     report = doctor_report()
     _answer(report, as_json, lambda: show_doctor(report))
+
+
+def _start_ranks(count: int) -> None:
+    """Run this command as `count` ranks and end with their exit code; go on when one is enough,
+    or when this is one of many already."""
+    from rostra.workers import detect, start
+
+    if count > 1 and detect(os.environ).launcher == "none":
+        sys.exit(start(sys.argv[1:], count))
 
 
 def _say(message: str) -> None:

@@ -80,7 +80,7 @@ def measure(model: nn.Module, *optimizers: Optimizer) -> Iterator[Memory]:
         torch.accelerator.reset_peak_memory_stats(device)
     memory = Memory()
     profile: Any = torch.autograd.profiler.profile(profile_memory=True)
-    with profile, _marked_gradients(model, updated):
+    with profile, _marked_gradients(model, updated, optimizers):
         yield memory
     memory.bytes = _at_peak(before, _stream(profile, device), set(held()))
     if device.type != "cpu":  # whole blocks, and what else lives on the device
@@ -93,31 +93,45 @@ def _storages(tensors: Iterable[Tensor | None]) -> dict[int, int]:
     """Address and bytes of each storage once, however many tensors share it (tied weights)."""
     found = {}
     for tensor in tensors:
-        if tensor is not None and tensor.untyped_storage().nbytes():
-            found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        for plain in () if tensor is None else _plain(tensor):
+            if plain.untyped_storage().nbytes():
+                found[plain.untyped_storage().data_ptr()] = plain.untyped_storage().nbytes()
     return found
 
 
+def _plain(tensor: Tensor) -> Iterator[Tensor]:
+    """What holds the bytes: a rank's part of a DTensor, codes and scales of a low-bit one."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        if isinstance(inner := getattr(tensor, name), Tensor):
+            yield from _plain(inner)
+
+
 @contextlib.contextmanager
-def _marked_gradients(model: nn.Module, updated: list[Tensor]) -> Iterator[None]:
+def _marked_gradients(
+    model: nn.Module, updated: list[Tensor], optimizers: Iterable[Optimizer]
+) -> Iterator[None]:
     """Put a mark with its address into the profiler's stream when a gradient is ready.
 
     All of `updated` are looked at whenever one of the model's gradients is ready: hooks that
-    ran before may have moved it to a master weight.
+    ran before may have moved it to a master weight. And before the optimizer's step: gradients
+    of sharded parameters come without a hook.
     """
     waiting = list(updated)
 
-    def mark(_: Tensor) -> None:
+    def mark(*_: Any) -> None:
         for tensor in [x for x in waiting if x.grad is not None]:
             waiting[:] = [x for x in waiting if x is not tensor]
-            assert tensor.grad is not None
-            address = tensor.grad.untyped_storage().data_ptr()
-            with torch.profiler.record_function(f"{_GRADIENT}{address}"):
-                pass
+            for address in _storages([tensor.grad]):
+                with torch.profiler.record_function(f"{_GRADIENT}{address}"):
+                    pass
 
     hooks = [
         p.register_post_accumulate_grad_hook(mark) for p in model.parameters() if p.requires_grad
     ]
+    hooks += [optimizer.register_step_pre_hook(mark) for optimizer in optimizers]
     try:
         yield
     finally:

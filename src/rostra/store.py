@@ -12,7 +12,7 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -98,13 +98,22 @@ def _aside(path: Path) -> Path:
     return path.with_name(f".{path.name}.{_host()}.{os.getpid()}.aside")
 
 
+def secure_file(path: Path) -> dict[str, Any]:
+    """Sync a file to the disk; its SHA-256 and size, as a manifest has them."""
+    _sync(path)
+    return {"sha256": sha256_file(path), "bytes": path.stat().st_size}
+
+
 @contextlib.contextmanager
-def commit_folder(path: Path, **manifest: Any) -> Iterator[Path]:
+def commit_folder(
+    path: Path, secured: Mapping[str, dict[str, Any]] | None = None, **manifest: Any
+) -> Iterator[Path]:
     """A folder that appears at `path` complete or not at all.
 
     Yields a folder aside to write into. On leaving it, every file is hashed and synced, the
     manifest (SHA-256 and size of each file, plus `manifest`) is written last, and the folder
-    is renamed into place. On an error nothing is left.
+    is renamed into place. On an error nothing is left. `secured` has, by then, what
+    `secure_file` gave for files that other processes wrote; these are not read again.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = _aside(path)
@@ -115,9 +124,8 @@ def commit_folder(path: Path, **manifest: Any) -> Iterator[Path]:
             yield aside
             files = {}
             for file in sorted(p for p in aside.rglob("*") if p.is_file()):
-                _sync(file)
                 name = str(file.relative_to(aside))
-                files[name] = {"sha256": sha256_file(file), "bytes": file.stat().st_size}
+                files[name] = (secured or {}).get(name) or secure_file(file)
             write_json(aside / MANIFEST, {**manifest, "files": files})
             for folder in (p for p in aside.rglob("*") if p.is_dir()):
                 _sync(folder)

@@ -4,14 +4,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ranks import Ranks
 from rostra.batch import IGNORE
 from rostra.optim import chunked_cross_entropy, cross_entropy_sum
+from rostra.optim.losses import VocabularyShard
 
 SIZE, VOCABULARY = 8, 23
 
@@ -176,3 +180,59 @@ def test_plain_sum() -> None:
     found = cross_entropy_sum(logits.bfloat16(), values["labels"].view(4, 6))
     assert found.dtype == torch.float32
     assert_close(found.detach(), plain(values).detach(), 1e-2)
+
+
+def sharded_vocabulary(ignored: float, softcap: float | None, frozen: bool) -> None:
+    """Each rank has some rows of the head: the loss is whole, gradients are parts."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    values = case(40, ignored, bias=True)
+    values["weight"].requires_grad_(not frozen)
+    per = -(-VOCABULARY // size)
+    rows = slice(rank * per, (rank + 1) * per)
+    mine = {key: values[key].detach()[rows].clone() for key in ("weight", "bias")}
+    mine = {key: x.requires_grad_(values[key].requires_grad) for key, x in mine.items()}
+    hidden = values["hidden"].detach().clone().requires_grad_()
+    group = dist.group.WORLD
+    assert group is not None
+    loss, total = chunked_cross_entropy(
+        hidden,
+        mine["weight"],
+        values["labels"],
+        scale=1 / 7,
+        chunk=16,
+        bias=mine["bias"],
+        softcap=softcap,
+        vocabulary=VocabularyShard(rank * per, group),
+    )
+    loss.backward()
+    expected = plain(values, softcap)
+    (expected / 7).backward()
+    assert_close(total, expected.detach(), 1e-6)
+    assert_close(loss.detach(), expected.detach() / 7, 1e-6)
+    summed = hidden.grad
+    dist.all_reduce(summed)
+    assert_close(summed, values["hidden"].grad, 1e-6)
+    assert_close(mine["bias"].grad, values["bias"].grad[rows], 1e-6)
+    if frozen:
+        assert mine["weight"].grad is None
+    else:
+        assert_close(mine["weight"].grad, values["weight"].grad[rows], 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("size", "ignored", "softcap", "frozen"),
+    [(2, 0.2, None, False), (2, 0.2, 3.0, True), (2, 1.1, None, False), (4, 0.0, 3.0, False)],
+)
+def test_sharded_vocabulary(
+    ranks: Ranks, size: int, ignored: float, softcap: float | None, frozen: bool
+) -> None:
+    ranks.run(size, sharded_vocabulary, ignored, softcap, frozen)
+
+
+def test_takes_tensors_without_values() -> None:
+    with FakeTensorMode():
+        hidden, weight = torch.empty(40, SIZE), torch.empty(VOCABULARY, SIZE)
+        labels = torch.zeros(40, dtype=torch.long)
+        loss, _ = chunked_cross_entropy(hidden.requires_grad_(), weight, labels, chunk=16)
+        loss.backward()
+    assert hidden.grad.shape == (40, SIZE)

@@ -206,9 +206,12 @@ class ScheduleSection(Section):
 
 class PrecisionSection(Section):
     """`bf16` and `fp16` are autocast over fp32 weights; `bf16_pure` keeps bf16 weights and
-    fp32 master weights in the optimizer."""
+    fp32 master weights in the optimizer; `fp8` computes the layers' products in float8."""
 
-    compute: Literal["auto", "fp32", "bf16", "fp16", "bf16_pure"] = "auto"
+    compute: Literal["auto", "fp32", "bf16", "fp16", "bf16_pure", "fp8"] = "auto"
+    reduction: Literal["fp32", "bf16"] = Field(
+        "fp32", description="type in which gradients travel between ranks"
+    )
 
 
 class AdapterSection(Section):
@@ -220,18 +223,67 @@ class QuantizationSection(Section):
 
 
 class ParallelTable(Section):
-    """Sizes of the mesh axes."""
+    """How many ranks split what. `replicate` and `shard` take the ranks that are left when
+    neither is given; what is sharded along `shard` says `sharding`."""
 
-    replicate: Count = 1
-    shard: Count = 1
-    context: Count = 1
-    tensor: Count = 1
-    pipeline: Count = 1
+    engine: Literal["torch", "deepspeed"] = "torch"
+    deepspeed: str | None = Field(None, description="a DeepSpeed JSON file, taken as it is")
+    sharding: Literal["no_shard", "zero1", "shard_grad_op", "hybrid_shard", "full_shard"] | None = (
+        Field(None, description="what of the model lies in parts; full_shard along `shard`")
+    )
+    replicate: Count | None = Field(None, description="copies of what is sharded, or of the model")
+    shard: Count | None = Field(None, description="ranks that share one copy")
+    context: Count = Field(1, description="ranks that split the positions of a sample")
+    tensor: Count = Field(1, description="ranks that split the matrices")
+    pipeline: Count = Field(1, description="ranks that split the layers")
     expert: Count = 1
+    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"] | None = Field(
+        None, description="of the pipeline; 1f1b when there is one"
+    )
+    stages: Count = Field(1, description="pipeline stages of one rank")
+
+    @model_validator(mode="after")
+    def _one_engine(self) -> Self:
+        if self.deepspeed is not None and self.engine != "deepspeed":
+            raise ValueError("`deepspeed` is read by engine: deepspeed; set it, or leave it out")
+        return self
+
+
+def _checkpointing(value: Any) -> Any:
+    """`{every: 2}` and `{selective: mlp}` as `every:2` and `selective:mlp`."""
+    if isinstance(value, dict) and len(value) == 1:
+        return ":".join(map(str, *value.items()))
+    return "selective:operations" if value == "selective" else value
+
+
+Checkpointing = Annotated[
+    str,
+    BeforeValidator(_checkpointing),
+    Field(pattern=r"^(none|full|offload|selective:(attention|mlp|operations)|every:[1-9]\d*)$"),
+]
+
+
+class OffloadTable(Section):
+    """What waits outside of the device while it is not needed."""
+
+    parameters: Literal["none", "cpu", "nvme"] = "none"
+    optimizer: Literal["none", "cpu", "nvme"] = "none"
+    path: str | None = Field(None, description="the folder on NVMe")
 
 
 class MemorySection(Section):
-    """Activation checkpointing and offloading (none yet)."""
+    """What is traded for memory: time, precision of states, transfers."""
+
+    activation_checkpointing: Checkpointing = Field(
+        "none",
+        description="none, full, selective (or selective:attention, selective:mlp, "
+        "selective:operations), every:N layers, or offload to the host",
+    )
+    offload: OffloadTable = OffloadTable()
+    optimizer_states: Literal["fp32", "int8", "int4", "fp8", "paged_int8"] = "fp32"
+    optimizer_in_backward: bool = Field(
+        False, description="update each parameter as soon as its gradient is there"
+    )
 
 
 class StabilitySection(Section):
@@ -310,6 +362,11 @@ class Config(Section):
             raise ValueError(
                 "a model from scratch needs a tokenizer: set data.tokenizer.vocabulary to train "
                 "one (8192, say), or data.tokenizer.pretrained to load one"
+            )
+        if self.memory.optimizer_in_backward and self.stability.clip is not None:
+            raise ValueError(
+                "memory.optimizer_in_backward updates before the norm of all gradients is known; "
+                "set stability.clip: null"
             )
         if self.data.held_out == 0 and self.evaluate.every is not None:
             raise ValueError("evaluate.every needs held-out documents; data.held_out is 0")

@@ -2,28 +2,46 @@
 
 from rostra.models.causal import (
     Head,
-    create_model,
     decoder_layers,
     evaluating,
+    head_splits,
     load_model,
+    output_head,
     parameter_counts,
     special_tokens,
     split_head,
     takes_positions,
 )
 from rostra.models.families import FAMILIES, PRESETS, scratch_config
+from rostra.models.tiny import tiny_config
+from rostra.models.weights import (
+    FolderWeights,
+    SeededWeights,
+    create_model,
+    model_on_meta,
+    pretrained_on_meta,
+    pretrained_reader,
+)
 
 __all__ = [
     "FAMILIES",
     "PRESETS",
+    "FolderWeights",
     "Head",
+    "SeededWeights",
     "create_model",
     "decoder_layers",
     "evaluating",
+    "head_splits",
     "load_model",
+    "model_on_meta",
+    "output_head",
     "parameter_counts",
+    "pretrained_on_meta",
+    "pretrained_reader",
     "scratch_config",
     "special_tokens",
     "split_head",
     "takes_positions",
+    "tiny_config",
 ]

@@ -12,23 +12,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from rostra.errors import RequestError
+from rostra.models.tiny import tiny_config
 
 logging.disable_progress_bar()  # its bars would run through ours
-
-
-def create_model(
-    config: PretrainedConfig, seed: int, attention: str | None = None
-) -> PreTrainedModel:
-    """A model with random float32 weights that depend on `seed` alone."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(
-            config, attn_implementation=attention, dtype=torch.float32
-        )
 
 
 def load_model(
@@ -94,34 +84,51 @@ class Head:
         return logits
 
 
-@torch.no_grad()
+def output_head(model: PreTrainedModel) -> Head:
+    """The head of a model for which `head_splits`."""
+    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    return Head(model.get_output_embeddings(), softcap)
+
+
 def split_head(model: PreTrainedModel) -> Head | None:
-    """The model's head, when backbone and head alone give the model's logits.
+    """The model's head, when backbone and head alone give the model's logits."""
+    return output_head(model) if head_splits(model) else None
+
+
+@torch.no_grad()
+def head_splits(model: PreTrainedModel) -> bool:
+    """Whether backbone and head alone give the model's logits.
 
     Tried on a few tokens rather than looked up by family, so that a model which scales or
-    shifts its logits in a way not known here is seen, and trained through its full logits.
+    shifts its logits in a way not known here is seen, and trained through its full logits. A
+    model on the meta device is tried as a tiny one of its family.
     """
-    layer = model.get_output_embeddings()
-    if not isinstance(layer, nn.Linear) or model.base_model is model:
-        return None
-    head = Head(layer, getattr(model.config, "final_logit_softcapping", None))
-    tokens = torch.arange(1, 5, device=layer.weight.device)[None]
+    if not isinstance(model.get_output_embeddings(), nn.Linear) or model.base_model is model:
+        return False
+    if next(model.parameters()).is_meta:
+        from rostra.models.weights import create_model  # which stands on this module
+
+        model = create_model(tiny_config(model.config), seed=0)
+    head = output_head(model)
+    tokens = torch.arange(1, 5, device=head.layer.weight.device)[None]
     with evaluating(model):
         expected = model(input_ids=tokens, use_cache=False).logits.float()
         hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
         found = head.logits(hidden).float()
-    return head if torch.allclose(found, expected, rtol=1e-3, atol=1e-4) else None
+    return torch.allclose(found, expected, rtol=1e-3, atol=1e-4)
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(*models: nn.Module) -> Iterator[None]:
     """Dropout off inside, the former mode after."""
-    was = model.training
-    model.eval()
+    was = [model.training for model in models]
+    for model in models:
+        model.eval()
     try:
         yield
     finally:
-        model.train(was)
+        for model, training in zip(models, was, strict=True):
+            model.train(training)
 
 
 def parameter_counts(model: nn.Module) -> dict[str, int]:

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.nn import functional
 
 from rostra.batch import IGNORE
 
 Parts = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class VocabularyShard:
+    """Which rows of a head's weight a rank has, when the vocabulary is split over a group."""
+
+    first: int  # the token of this rank's first row
+    group: dist.ProcessGroup
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
@@ -35,6 +46,7 @@ def chunked_cross_entropy(
     bias: Tensor | None = None,
     softcap: float | None = None,
     compiled: bool = False,
+    vocabulary: VocabularyShard | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Cross-entropy of a language model's head, without the logits of the whole batch.
 
@@ -44,6 +56,12 @@ def chunked_cross_entropy(
     Products run in autocast's type where that is on, else in hidden's; softmax and sums in
     float32. `softcap` c bends logits to c·tanh(logits / c) first (Gemma 2, arXiv:2408.00118).
     `compiled` has torch.compile fuse what lies between the products.
+
+    With `vocabulary`, `weight` and `bias` are this rank's rows of a head split over a process
+    group, all of whose ranks call this with the same `hidden` and `labels`. The result is the
+    whole loss on every rank, the gradient of `hidden` this rank's part, to be summed over the
+    group. A chunk sends two small all-reduces of float32: the largest logit of each position,
+    then its sum of exponentials and the label's logit. (`compiled` is then without effect.)
 
     The gradients are computed with the loss, chunk by chunk (as in Hsu et al. 2024,
     arXiv:2410.10989): with z = h·Wᵀ and p = softmax(z), dz = scale·(p - onehot(label)),
@@ -58,6 +76,8 @@ def chunked_cross_entropy(
     factor = torch.as_tensor(scale, dtype=torch.float32, device=hidden.device)
     flat, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     piece = _compiled_piece() if compiled else _piece
+    if vocabulary is not None:
+        piece = functools.partial(_piece, vocabulary=vocabulary)
     with torch.autocast(device, enabled=False):
         loss, total = _ChunkedCrossEntropy.apply(
             flat, weight, bias, targets, factor, chunk, softcap, dtype, piece, differentiate
@@ -115,7 +135,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 def _chunks_with_targets(labels: Tensor, chunk: int) -> list[int]:
     """Where chunks start; on the CPU, where looking is free, only those with a target."""
     starts = range(0, len(labels), chunk)
-    if labels.device.type != "cpu" or torch.compiler.is_compiling():
+    traced = isinstance(labels, FakeTensor) or torch.compiler.is_compiling()  # without values
+    if traced or labels.device.type != "cpu":
         return list(starts)
     targets = labels != IGNORE
     return [start for start in starts if targets[start : start + chunk].any()]
@@ -129,6 +150,7 @@ def _piece(
     scale: Tensor,
     softcap: float | None,
     differentiate: bool,
+    vocabulary: VocabularyShard | None = None,
 ) -> Parts:
     """Loss of one chunk, and the gradient of its logits (empty when not asked for)."""
     logits = (hidden @ head.t()).float()
@@ -139,8 +161,12 @@ def _piece(
         bent = torch.tanh(logits / softcap)
         logits = bent * softcap
     target = labels != IGNORE
-    log_sum = torch.logsumexp(logits, 1)
-    chosen = logits.gather(1, labels.clamp(min=0)[:, None])[:, 0]
+    if vocabulary is None:
+        log_sum = torch.logsumexp(logits, 1)
+        chosen = logits.gather(1, labels.clamp(min=0)[:, None])[:, 0]
+    else:
+        labels = labels - vocabulary.first
+        log_sum, chosen = _over_shards(logits, labels, vocabulary.group)
     loss = torch.where(target, log_sum - chosen, 0).sum()
     if not differentiate:
         return loss, hidden.new_empty(0)
@@ -151,6 +177,21 @@ def _piece(
     if bent is not None:
         dlogits = dlogits * (1 - bent * bent)
     return loss, dlogits.to(hidden.dtype)
+
+
+def _over_shards(logits: Tensor, labels: Tensor, group: dist.ProcessGroup) -> Parts:
+    """log Σ exp over the columns of all ranks, and the label's logit, wherever it is.
+
+    `logits` are this rank's columns, `labels` count from the first of them.
+    """
+    top = logits.amax(1)
+    dist.all_reduce(top, dist.ReduceOp.MAX, group)
+    columns = logits.shape[1]
+    here = (labels >= 0) & (labels < columns)
+    chosen = logits.gather(1, labels.clamp(0, columns - 1)[:, None])[:, 0]
+    sums = torch.stack((torch.exp(logits - top[:, None]).sum(1), torch.where(here, chosen, 0)))
+    dist.all_reduce(sums, dist.ReduceOp.SUM, group)
+    return top + torch.log(sums[0]), sums[1]
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
 
 from rostra.config.schema import OptimizerSection
+from rostra.errors import RequestError
+from rostra.layout import OptimizerStates
+from rostra.optim.low_bit import Part, dequantized, low_bit_adamw, pack, unpack
 
 Named = list[tuple[str, nn.Parameter]]
 
@@ -48,14 +51,23 @@ class Optimizers:
     """One or more torch optimizers that step together.
 
     `set_fraction` scales each group's own learning rate. The state is kept by the names of
-    the parameters, so that it does not depend on their order or on who holds them.
+    the parameters, so that it does not depend on their order or on who holds them. `states` is
+    the kind of the states of all `parts`; `held` says what lies in parts on several ranks.
     """
 
-    def __init__(self, parts: list[Optimizer], names: dict[Tensor, str]) -> None:
+    def __init__(
+        self,
+        parts: list[Optimizer],
+        names: dict[Tensor, str],
+        states: OptimizerStates = "fp32",
+        held: Mapping[Tensor, Part] | None = None,
+    ) -> None:
         self.parts = parts
-        self._names = names
+        self.names = names
+        self.states = states
+        self.held = held or {}
         for group in self._groups():
-            group["peak_lr"] = group["lr"]
+            group["peak_lr"] = float(group["lr"])
 
     def _groups(self) -> Iterable[dict[str, Any]]:
         return (group for part in self.parts for group in part.param_groups)
@@ -67,7 +79,9 @@ class Optimizers:
 
     def set_fraction(self, fraction: float) -> None:
         for group in self._groups():
-            group["lr"] = group["peak_lr"] * fraction
+            rate = group["peak_lr"] * fraction
+            # torchao keeps it in a tensor, for compiled code to read
+            group["lr"] = torch.tensor(rate) if isinstance(group["lr"], Tensor) else rate
 
     def step(self) -> None:
         for part in self.parts:
@@ -78,60 +92,120 @@ class Optimizers:
             part.zero_grad(set_to_none=True)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Tensors and plain values, each under `PARAMETER/KEY`."""
+        """Tensors and plain values, each under `PARAMETER/KEY`; what low-bit states are made of
+        under `PARAMETER/KEY.INNER`."""
         tensors: dict[str, Tensor] = {}
         values: dict[str, Any] = {}
         for part in self.parts:
             for parameter, state in part.state.items():
-                for key, value in state.items():
-                    name = f"{self._names[parameter]}/{key}"
+                packed = state if self.states == "fp32" else pack(parameter, state)
+                for key, value in packed.items():
+                    name = f"{self.names[parameter]}/{key}"
                     (tensors if isinstance(value, Tensor) else values)[name] = value
         return tensors, values
 
     def load_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        """Take what `state` gave, of low-bit states or not: they are converted where the kind
+        changed. Codes and scales may be whole where a parameter is a part."""
+        saved: dict[str, dict[str, Any]] = {}
+        for name, value in {**tensors, **values}.items():
+            parameter, key = name.rsplit("/", 1)
+            saved.setdefault(parameter, {})[key] = value
         owners = {
-            self._names[p]: (part, p)
+            self.names[p]: (part, p)
             for part in self.parts
             for group in part.param_groups
             for p in group["params"]
         }
-        for name, value in {**tensors, **values}.items():
-            parameter, key = name.rsplit("/", 1)
-            part, p = owners[parameter]
-            # a fused optimizer counts its steps on the device, others on the CPU
-            here = isinstance(value, Tensor) and (value.dim() or part.defaults.get("fused"))
-            part.state[p][key] = value.to(p.device) if here else value
+        for name, state in saved.items():
+            part, p = owners[name]
+            held = self.held.get(p, Part.whole(p))
+            if self.states != "fp32":
+                unpack(part, p, held, state)
+                continue
+            for key, value in dequantized(p, held, state).items():
+                # a fused optimizer counts its steps on the device, others on the CPU
+                here = isinstance(value, Tensor) and (value.dim() or part.defaults.get("fused"))
+                device = p.device if here else None
+                copied = isinstance(value, Tensor)  # what steps change is not the caller's
+                part.state[p][key] = value.to(device, copy=True) if copied else value
 
 
-def make_optimizers(section: OptimizerSection, named: Named, embeddings: set[str]) -> Optimizers:
+def make_optimizers(
+    section: OptimizerSection,
+    named: Named,
+    embeddings: set[str],
+    states: OptimizerStates = "fp32",
+    compiled: bool = False,
+    held: Mapping[str, Part] | None = None,
+) -> Optimizers:
     """The optimizer of the config over `named`, the parameters that train.
 
     Decay applies to matrices only: norms and biases have no scale to shrink. `embeddings`
     names the input and output embeddings, which Muon leaves to AdamW: it is made for
     matrices that map one hidden space to another (Jordan et al., 2024,
-    https://kellerjordan.github.io/posts/muon/).
+    https://kellerjordan.github.io/posts/muon/). `states` of fewer bits are AdamW's, and
+    `compiled` says whether torchao compiles its step: see `low_bit_adamw`. `held` has what lies
+    in parts, by name.
     """
     names: dict[Tensor, str] = {p: name for name, p in named}
+    parts: dict[Tensor, Part] = {p: (held or {}).get(name) or Part.whole(p) for name, p in named}
+    if states != "fp32":
+        return Optimizers([_low_bit(section, named, states, parts, compiled)], names, states, parts)
     if section.name == "muon":
         matrices = [p for name, p in named if p.dim() == 2 and name not in embeddings]
         rest = [(name, p) for name, p in named if p.dim() != 2 or name in embeddings]
-        muon = Muon(
-            matrices,
-            lr=section.matrix_learning_rate,
-            momentum=section.momentum,
-            weight_decay=section.weight_decay,
+        rate, decay = section.matrix_learning_rate, section.weight_decay
+        muon = (
+            [Muon(matrices, lr=rate, momentum=section.momentum, weight_decay=decay)]
+            if matrices
+            else []
         )
-        others = [_single(section, rest, "adamw")] if rest else []
-        return Optimizers([muon, *others], names)
-    return Optimizers([_single(section, named, section.name)], names)
+        others = [_single(section, rest, "adamw", parts)] if rest else []
+        return Optimizers([*muon, *others], names, held=parts)
+    return Optimizers([_single(section, named, section.name, parts)], names, held=parts)
 
 
-def _single(section: OptimizerSection, named: Named, name: str) -> Optimizer:
-    groups = [
-        {"params": [p for _, p in named if p.dim() >= 2], "weight_decay": section.weight_decay},
-        {"params": [p for _, p in named if p.dim() < 2], "weight_decay": 0.0},
+def _groups_of(
+    section: OptimizerSection, named: Named, held: Mapping[Tensor, Part]
+) -> list[dict[str, Any]]:
+    """With and without decay; what counts is the whole parameter, also of a flat stretch."""
+    matrices = [p for _, p in named if len(held[p].shape) >= 2]
+    others = [p for _, p in named if len(held[p].shape) < 2]
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "weight_decay": section.weight_decay},
+        {"params": others, "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]
+    return [group for group in groups if group["params"]]
+
+
+def _low_bit(
+    section: OptimizerSection,
+    named: Named,
+    states: OptimizerStates,
+    held: Mapping[Tensor, Part],
+    compiled: bool,
+) -> Optimizer:
+    if section.name != "adamw":
+        raise RequestError(
+            f"memory.optimizer_states = {states}: these are states of AdamW, and optimizer.name "
+            f"is {section.name}; use fp32, or optimizer.name: adamw"
+        )
+    return low_bit_adamw(
+        _groups_of(section, named, held),
+        states,
+        held,
+        compiled,
+        lr=section.learning_rate,
+        betas=(section.beta1, section.beta2),
+        eps=section.epsilon,
+    )
+
+
+def _single(
+    section: OptimizerSection, named: Named, name: str, held: Mapping[Tensor, Part]
+) -> Optimizer:
+    groups = _groups_of(section, named, held)
     rate, betas = section.learning_rate, (section.beta1, section.beta2)
     if name == "adamw":
         return AdamW(groups, lr=rate, betas=betas, eps=section.epsilon, fused=True)

@@ -1,62 +1,94 @@
-"""The engine on PyTorch alone."""
+"""The engine on PyTorch alone: any layout of data, sharding, tensor, context and pipeline."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch.optim import Optimizer
+from transformers import PretrainedConfig, PreTrainedModel
 
 from rostra.batch import Batch
 from rostra.layout import Layout
 from rostra.models import evaluating
-from rostra.optim import LossScale, MasterWeights, Optimizers, Schedule, gradient_norm
+from rostra.optim import LossScale, Optimizers, Schedule
+from rostra.parallel.held import Gradients, gradient_norm
+from rostra.parallel.mesh import DATA, Mesh
+from rostra.parallel.sharded import reshard
+from rostra.parallel.stage import Stage
+from rostra.parallel.states import load_pieces, pieces
+from rostra.pieces import Piece, Reader
 
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+SAMPLED = ("pipeline", "replicate", "shard", "context")  # along these, parts of the loss lie
 
-# From a micro batch and the factor of its gradients: the scaled loss and the plain sum.
-Loss = Callable[[PreTrainedModel, Batch, float], tuple[Tensor, Tensor]]
+
+class Execute(Protocol):
+    """Runs the micro batches of a rank through its stages."""
+
+    def __call__(self, parts: Sequence[Batch], backward: bool) -> None: ...
+
+
+class Accumulate:
+    """One micro batch after the other, through the whole model."""
+
+    def __init__(self, stage: Stage, before: Callable[[bool], None]) -> None:
+        self.stage, self.before = stage, before
+
+    def __call__(self, parts: Sequence[Batch], backward: bool) -> None:
+        for index, part in enumerate(parts):
+            self.before(index == len(parts) - 1)
+            loss = self.stage(**part.tensors())
+            if backward:
+                loss.backward()
+        if not backward:
+            reshard([self.stage])
 
 
 @dataclass
 class TorchEngine:
-    """One process; the model's parameters are where `device` is."""
+    """Executes a layout on this rank; the parameters it holds are where `mesh.device` is."""
 
-    model: PreTrainedModel
-    loss: Loss
+    stages: list[Stage]
+    execute: Execute
+    gradients: Gradients
     optimizers: Optimizers
     schedule: Schedule
     layout: Layout
-    device: torch.device
+    shape: PretrainedConfig  # of the whole model
+    mesh: Mesh
     clip: float | None
     scale: LossScale
-    master: MasterWeights | None = None
+    rows: int = 0  # samples that every rank runs at least: those with fewer run empty ones
     steps: int = 0
     _norm: float = field(default=0.0, init=False)
 
-    def __post_init__(self) -> None:
-        trains = [p for p in self.model.parameters() if p.requires_grad]
-        self._updated: list[nn.Parameter] = (
-            trains if self.master is None else [m for _, m in self.master.named]
-        )
+    @property
+    def model(self) -> PreTrainedModel:
+        return self.stages[0].model
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.mesh.coordinate(*DATA), self.mesh.size(*DATA)
+
+    @property
+    def device(self) -> torch.device:
+        return self.mesh.device
 
     def forward_backward(self, batch: Batch) -> tuple[float, int]:
-        targets = batch.targets
-        factor = self.scale.scale / max(1, targets)
-        sums = []
-        for part in batch.micro_batches(self.layout.micro_batch):
-            with self._autocast():
-                scaled, plain = self.loss(self.model, part.to(self.device), factor)
-            scaled.backward()
-            sums.append(plain)
-        return sum(map(float, sums)), targets  # read at the end: reading waits for the device
+        count = torch.tensor(batch.targets, dtype=torch.int64, device=self.device)
+        targets = int(self.mesh.sum(count, *DATA))
+        parts = list(batch.padded(self.rows).micro_batches(self.layout.micro_batch))
+        total = self._run(parts, self.scale.scale / max(1, targets), backward=True)
+        self.gradients.collect()
+        return float(total), targets  # read at the end: reading waits for the device
 
     def gradient_norm(self) -> float:
-        self._norm = gradient_norm(self._updated) / self.scale.scale
+        self._norm = gradient_norm(self.gradients.held, self.mesh) / self.scale.scale
         return self._norm
 
     def step(self, accept: bool) -> float:
@@ -65,68 +97,49 @@ class TorchEngine:
             factor = 1 / self.scale.scale
             if self.clip is not None and self._norm > self.clip:
                 factor *= self.clip / self._norm
+            grads = [held.value.grad for held in self.gradients.held]
             if factor != 1:
-                torch._foreach_mul_([p.grad for p in self._updated if p.grad is not None], factor)
+                torch._foreach_mul_([grad for grad in grads if grad is not None], factor)
             self.optimizers.step()
-            if self.master is not None:
-                self.master.publish()
-        self.optimizers.zero_grad()
+            self.gradients.publish()
+        self.gradients.clear()
         self.scale.update(accept)
         self.steps += 1
         return self.optimizers.learning_rate
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> tuple[float, int]:
-        with evaluating(self.model), self._autocast():
-            sums = [
-                self.loss(self.model, part.to(self.device), 1.0)[1]
-                for part in batch.micro_batches(self.layout.micro_batch)
-            ]
-        return sum(map(float, sums)), batch.targets
+        share = batch.share(*self.place)
+        with evaluating(*self.stages):
+            parts = list(share.micro_batches(self.layout.micro_batch))
+            return float(self._run(parts, 1.0, backward=False)), batch.targets
+
+    def _run(self, parts: Sequence[Batch], factor: float, backward: bool) -> Tensor:
+        """The loss's sum over all ranks."""
+        for stage in self.stages:
+            stage.begin(factor)
+        with self._autocast():
+            self.execute([part.to(self.device) for part in parts], backward)
+        total = torch.stack([stage.sum(self.device) for stage in self.stages]).sum()
+        return self.mesh.sum(total, *SAMPLED)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         dtype = AUTOCAST.get(self.layout.compute)
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
 
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        tensors = {f"model/{k}": v for k, v in _weights(self.model).items()}
-        optimizer, values = self.optimizers.state()
-        tensors |= {f"optimizer/{k}": v for k, v in optimizer.items()}
-        if self.master is not None:
-            tensors |= {f"master/{k}": v for k, v in self.master.state().items()}
-        return tensors, {"optimizer": values, "scale": self.scale.state(), "steps": self.steps}
+    def state(self) -> tuple[dict[str, Piece], dict[str, Any]]:
+        found, values = pieces(self.stages, self.gradients, self.optimizers, self.mesh)
+        return found, {"optimizer": values, "scale": self.scale.state(), "steps": self.steps}
 
-    def adopt(self, weights: dict[str, Tensor]) -> None:
+    def adopt(self, weights: Reader) -> None:
         """Take the weights of another run, by the names of the parameters."""
-        load_weights(self.model, weights)
-        if self.master is not None:
-            self.master.load_state(weights)
+        load_pieces(self.stages, self.gradients, None, weights, {})
 
-    def load_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-        def part(kind: str) -> dict[str, Tensor]:
-            start = f"{kind}/"
-            return {k.removeprefix(start): v for k, v in tensors.items() if k.startswith(start)}
-
-        load_weights(self.model, part("model"))
-        self.optimizers.load_state(part("optimizer"), values["optimizer"])
-        if self.master is not None:
-            self.master.load_state(part("master"))
-        self.scale = LossScale(**values["scale"])
+    def load_state(self, reader: Reader, values: dict[str, Any]) -> None:
+        load_pieces(self.stages, self.gradients, self.optimizers, reader, values["optimizer"])
+        if "scale" in values:
+            self.scale = LossScale(**values["scale"])
         self.steps = values["steps"]
 
-
-def _weights(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and saved buffers by name; tied ones once, under their first name."""
-    saved = model.state_dict(keep_vars=True)
-    buffers = {name: b for name, b in model.named_buffers() if name in saved}
-    return {name: p.detach() for name, p in model.named_parameters()} | buffers
-
-
-@torch.no_grad()
-def load_weights(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Copy `tensors` into the model in place, so that optimizers keep their parameters."""
-    own = _weights(model)
-    if set(own) != set(tensors):
-        raise ValueError(f"weights do not fit the model: {sorted(set(own) ^ set(tensors))[:3]}")
-    for name, value in own.items():
-        value.copy_(tensors[name])
+    def measured(self) -> tuple[nn.Module, list[Optimizer]]:
+        return nn.ModuleList(self.stages), self.optimizers.parts

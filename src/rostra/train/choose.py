@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from rostra.config import Config
+from rostra.config.schema import ParallelTable
 from rostra.errors import RequestError
 from rostra.hardware import can_compile, supports
 from rostra.layout import Compute, Layout, refusals
@@ -24,17 +25,26 @@ FREE_KEYS = (
 )  # fmt: skip
 
 
-def choose_layout(config: Config, device: torch.device, parameters: int, tokens: int) -> Layout:
-    """A sound layout for one process. `tokens` is the length of the whole run."""
-    length, size = config.data.sequence_length, config.train.global_batch_size
-    asked = config.train.micro_batch_size
-    fits = max(1, (4096 if device.type == "cpu" else 16384) // length)
-    micro = min(size, fits) if asked == "auto" else asked
-    axes = {} if config.parallel == "auto" else config.parallel.model_dump()
+def choose_layout(
+    config: Config, device: torch.device, parameters: int, tokens: int, ranks: int = 1
+) -> Layout:
+    """A sound layout on so many ranks. `tokens` is the length of the whole run.
+
+    Raises RequestError when the config's axes do not make up `ranks`, or the one table of what
+    may be combined refuses them.
+    """
+    size, memory = config.train.global_batch_size, config.memory
+    table = config.parallel if config.parallel != "auto" else _simple(device, parameters, ranks)
+    axes = choose_axes(table, ranks)
+    rows = math.ceil(size / (axes["replicate"] * axes["shard"]))
+    micro = _micro_batch(config, device, axes, rows)
     compute = choose_compute(config, device)
     compiled = config.train.compile
     if compiled == "auto":
-        compiled = can_compile(device) and _compile_pays(device, compute, parameters, tokens)
+        alone = ranks == 1 and table.engine == "torch"
+        compiled = (
+            alone and can_compile(device) and _compile_pays(device, compute, parameters, tokens)
+        )
     elif compiled and not can_compile(device):
         raise RequestError(
             "train.compile = true: torch.compile lacks something here; `rostra doctor` tells "
@@ -42,14 +52,84 @@ def choose_layout(config: Config, device: torch.device, parameters: int, tokens:
         )
     layout = Layout(
         micro_batch=micro,
-        accumulation=math.ceil(size / micro),
+        accumulation=math.ceil(rows / micro),
+        engine=table.engine,
+        pipeline_schedule=(table.schedule or "1f1b") if axes["pipeline"] > 1 else "none",
+        stages=table.stages,
+        activation_checkpointing=memory.activation_checkpointing,
+        offload_parameters=memory.offload.parameters,
+        offload_optimizer=memory.offload.optimizer,
         compute=compute,
+        reduction=config.precision.reduction,
+        optimizer_states=memory.optimizer_states,
+        optimizer_in_backward=memory.optimizer_in_backward,
         compile=compiled,
         **axes,
     )
     if refused := refusals(layout):
         raise RequestError("parallel: " + "; ".join(rule.reason for rule in refused))
     return layout
+
+
+def choose_axes(table: ParallelTable, ranks: int) -> dict[str, Any]:
+    """Sizes of the mesh axes and the sharding strategy, for so many ranks."""
+    axes: dict[str, Any] = {
+        name: getattr(table, name) for name in ("context", "tensor", "pipeline", "expert")
+    }
+    split = math.prod(axes.values())
+    left, over = divmod(ranks, split)
+    given = table.replicate or table.shard
+    asked = split * (table.replicate or 1) * (table.shard or 1)
+    if over or (given and asked != ranks):
+        wanted = asked if given else split
+        raise RequestError(
+            f"parallel: its axes make up {wanted} ranks, and {ranks} were started; start {wanted} "
+            f"(`--workers {wanted}` on this machine), or change the axes"
+        )
+    sharding = table.sharding
+    if sharding is None and (table.shard or 1) > 1:
+        sharding = "hybrid_shard" if (table.replicate or 1) > 1 else "full_shard"
+    rest = "replicate" if sharding in (None, "no_shard") else "shard"
+    sizes = {"replicate": table.replicate or 1, "shard": table.shard or 1}
+    if not given:
+        sizes[rest] = left
+    return {**axes, **sizes, "sharding": sharding or "no_shard"}
+
+
+def ranks_wanted(config: Config) -> int:
+    """Ranks that the config asks for when nobody says how many there are."""
+    table = config.parallel
+    if table == "auto":
+        return max(1, torch.cuda.device_count())
+    sizes = (table.context, table.tensor, table.pipeline, table.expert)
+    asked = math.prod(sizes) * (table.replicate or 1) * (table.shard or 1)
+    if table.replicate is None and table.shard is None:
+        return max(asked, torch.cuda.device_count() // asked * asked)
+    return asked
+
+
+def _simple(device: torch.device, parameters: int, ranks: int) -> ParallelTable:
+    """Until the planner chooses: copies of the model where they fit, or else full_shard.
+
+    Weights, gradients and two states of AdamW take 16 bytes a parameter (Rajbhandari et al.
+    2020, arXiv:1910.02054, section 3.1); as much again is left for activations.
+    """
+    if device.type != "cuda":
+        return ParallelTable(sharding="no_shard")
+    room = torch.cuda.get_device_properties(device).total_memory
+    fits = 2 * 16 * parameters < room
+    return ParallelTable(sharding="no_shard" if fits or ranks == 1 else "full_shard")
+
+
+def _micro_batch(config: Config, device: torch.device, axes: dict[str, Any], rows: int) -> int:
+    asked = config.train.micro_batch_size
+    if asked != "auto":
+        return min(asked, rows)
+    positions = config.data.sequence_length // axes["context"]
+    fits = max(1, (4096 if device.type == "cpu" else 16384) // max(1, positions))
+    if axes["pipeline"] > 1:  # several micro batches must be under way
+        fits = min(fits, max(1, rows // (2 * axes["pipeline"])))
+    return min(rows, fits)
 
 
 def choose_compute(config: Config, device: torch.device) -> Compute:

@@ -10,21 +10,24 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from rostra.checkpoint import open_checkpoint
 from rostra.config import Config
 from rostra.data import HeldOut, Prepared, held_out
 from rostra.evaluate import evaluate, xz_bits_per_byte
 from rostra.events import Events
 from rostra.generate import Sampling, generate_text
-from rostra.parallel import TorchEngine
-from rostra.store import commit_folder
+from rostra.models import load_model
+from rostra.models.weights import real_model
+from rostra.parallel import Engine, TorchEngine
+from rostra.pieces import Below
+from rostra.store import RunFolder, commit_folder
+from rostra.workers import on_first_rank, this_rank
 
 
 class Evaluator:
     """Measures the model on the held-out documents, and lets it speak."""
 
-    def __init__(
-        self, config: Config, prepared: Prepared, engine: TorchEngine, events: Events
-    ) -> None:
+    def __init__(self, config: Config, prepared: Prepared, engine: Engine, events: Events) -> None:
         self.config, self.engine, self.events = config, engine, events
         self.tokenizer = prepared.tokenizer
         self.prepared = prepared
@@ -41,19 +44,23 @@ class Evaluator:
         documents = islice(held_out(self.prepared), section.documents)
         self._measure(step, documents, self.config.data.sequence_length, final=False)
         if section.prompt is not None:
-            self._speak(step, section.prompt, section.prompt_tokens)
+            model = whole_model(self.engine)
+            if model is not None and this_rank() == 0:
+                self._speak(step, section.prompt, section.prompt_tokens, model)
 
-    def final(self) -> dict[str, Any]:
-        """On all of them, in overlapping windows; keys of the run's summary."""
+    def final(self, path: Path) -> dict[str, Any]:
+        """On all of them, in overlapping windows; keys of the run's summary. `path` has the
+        final model."""
         section, length = self.config.evaluate, self.config.data.sequence_length
         step = self.engine.steps
         stride = min(section.stride or max(1, length // 2), length)
         found = self._measure(step, held_out(self.prepared), stride, final=True)
-        if section.compare_xz and self._documents:
+        if section.compare_xz and self._documents and this_rank() == 0:
             each, whole = xz_bits_per_byte(held_out(self.prepared))
             found |= {"xz_bits_per_byte": each, "xz_whole_bits_per_byte": whole}
-        if section.prompt is not None:
-            found["generated"] = self._speak(step, section.prompt, 4 * section.prompt_tokens)
+        if section.prompt is not None and this_rank() == 0:
+            model = whole_model(self.engine) or load_model(str(path))
+            found["generated"] = self._speak(step, section.prompt, 4 * section.prompt_tokens, model)
         return found
 
     def _measure(
@@ -69,7 +76,7 @@ class Evaluator:
             self.tokenizer.eos_token_id if start is None else start,
             self.config.data.sequence_length,
             stride,
-            self.engine.layout.micro_batch,
+            self.engine.layout.micro_batch * self.engine.layout.data,
         )
         seconds = round(time.perf_counter() - began, 3)
         self.events.emit(
@@ -77,9 +84,9 @@ class Evaluator:
         )
         return {"eval_loss": found.loss, "bits_per_byte": found.bits_per_byte}
 
-    def _speak(self, step: int, prompt: str, tokens: int) -> str:
+    def _speak(self, step: int, prompt: str, tokens: int, model: PreTrainedModel) -> str:
         text = generate_text(
-            self.engine.model,
+            model,
             self.tokenizer,
             prompt,
             Sampling(tokens, seed=self.config.run.seed),
@@ -88,9 +95,31 @@ class Evaluator:
         return text
 
 
-def save_model(path: Path, model: PreTrainedModel, tokenizer: Any, step: int) -> None:
-    """The final model as transformers saves it, with its tokenizer: whole or not at all."""
-    with commit_folder(path, step=step) as folder:
-        model.config.use_cache = True
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+def whole_model(engine: Engine) -> PreTrainedModel | None:
+    """The model that this rank holds, when it holds all of it and can run it by itself."""
+    layout = engine.layout
+    split = layout.pipeline * layout.tensor * layout.context > 1
+    if split or layout.sharding not in ("no_shard", "zero1") or not isinstance(engine, TorchEngine):
+        return None
+    return engine.model
+
+
+def save_model(folder: RunFolder, engine: Engine, tokenizer: Any, step: int) -> None:
+    """The final model as transformers saves it, with its tokenizer: whole or not at all.
+
+    All ranks call this. Where no rank holds the whole model, rank 0 reads it from the
+    checkpoint of the last step, into its host's memory.
+    """
+    checkpoint = None if whole_model(engine) else open_checkpoint(folder.checkpoint(step))
+
+    def save() -> None:
+        model = whole_model(engine)
+        if model is None:
+            assert checkpoint is not None
+            model = real_model(engine.shape, Below("model", checkpoint.reader()))
+        with commit_folder(folder.model, step=step) as path:
+            model.config.use_cache = True
+            model.save_pretrained(path)
+            tokenizer.save_pretrained(path)
+
+    on_first_rank(save)

@@ -6,6 +6,8 @@ import contextlib
 import json
 import shutil
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rostra.checkpoint import Checkpoint, newest_checkpoint
@@ -14,6 +16,7 @@ from rostra.errors import RequestError
 from rostra.events import Events
 from rostra.store import Lock, RunFolder, sweep
 from rostra.train.choose import check_resumable
+from rostra.workers import on_first_rank
 
 # What a run writes before its first checkpoint; nothing else of a folder is ever removed.
 _EARLY = ("lock.json", "origin.json", "config.yaml", "plan.json", "events.jsonl", "tensorboard")
@@ -57,12 +60,13 @@ def claimed(folder: RunFolder) -> Iterator[tuple[bool, Lock]]:
 def resumable(
     folder: RunFolder, config: Config, events: Events, new_learning_rate: bool
 ) -> Checkpoint | None:
-    """The checkpoint to go on from, after checking that the config still fits the run.
+    """The checkpoint to go on from, after checking that the config still fits the run. All
+    ranks call this.
 
     None when the run was stopped before it saved its first one. Raises RequestError when
     there are checkpoints and none is whole.
     """
-    sweep(folder.checkpoints)
+    on_first_rank(lambda: sweep(folder.checkpoints))
     checkpoint, problems = newest_checkpoint(folder)
     if checkpoint is None and problems:
         listed = "\n  ".join(problem for _, problem in problems)
@@ -71,12 +75,14 @@ def resumable(
             "Restore one, or start a new run with another run.output."
         )
     for path, problem in problems:
-        kept = path.with_name(f"damaged-{path.name}")
-        if not kept.exists():
-            path.rename(kept)  # out of the way of a good one of the same step
+        kept = on_first_rank(partial(_put_aside, path))
         events.notice(f"{problem}; kept as {kept}, going back to an older checkpoint")
     # keys that came later than the run get their defaults
-    old = config_from_dict(checkpoint.config) if checkpoint else read_config(folder.config)
+    old = config_from_dict(
+        checkpoint.config
+        if checkpoint
+        else on_first_rank(lambda: read_config(folder.config).model_dump(mode="json"))
+    )
     check_resumable(
         old.model_dump(mode="json"),
         config.model_dump(mode="json"),
@@ -84,6 +90,14 @@ def resumable(
         new_learning_rate,
     )
     return checkpoint
+
+
+def _put_aside(path: Path) -> Path:
+    """A damaged checkpoint, out of the way of a good one of the same step."""
+    kept = path.with_name(f"damaged-{path.name}")
+    if not kept.exists():
+        path.rename(kept)
+    return kept
 
 
 def finished(folder: RunFolder, config: Config) -> dict[str, Any] | None:

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any
 
+from rostra.batch import share_of
 from rostra.checkpoint import Position
 from rostra.data import Loader
 from rostra.errors import Stopped, TrainingFailed
@@ -18,14 +19,16 @@ from rostra.events import Event, Events, Listener
 from rostra.memory import Memory
 from rostra.parallel import Engine
 from rostra.train.step import train_step
+from rostra.workers import on_any_rank, on_every_rank
 
 
 class StopSignal:
     """SIGTERM and Ctrl-C stop at once, but while steps run only after the step; a second
-    Ctrl-C ends at once even then."""
+    Ctrl-C ends at once even then. All ranks stop after the same step."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
+        self.agreed = False  # all ranks know
         self._at_once = True
 
     @contextlib.contextmanager
@@ -33,8 +36,13 @@ class StopSignal:
         self._at_once = False
         yield
         self._at_once = True
-        if self.reason is not None:
+        if self.asked():
             self._stop()
+
+    def asked(self) -> bool:
+        """Whether some rank was told to stop; they all call this."""
+        self.agreed = self.agreed or on_any_rank(self.reason is not None)
+        return self.agreed
 
     def __enter__(self) -> StopSignal:
         here = threading.current_thread() is threading.main_thread()  # only it may handle them
@@ -49,7 +57,8 @@ class StopSignal:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def _stop(self) -> None:
-        raise Stopped(f"stopped by {self.reason}; start the same command again to go on")
+        why = self.reason or "another rank"
+        raise Stopped(f"stopped by {why}; start the same command again to go on")
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
@@ -81,6 +90,8 @@ class Loop:
         self.steps = steps
         self.bad_steps = bad_steps
         self.position = Position(0, 0, 0)
+        # of a global batch, the samples of this rank
+        self.first, self.count = share_of(loader.global_batch_size, *engine.place)
 
     def run(
         self,
@@ -90,25 +101,32 @@ class Loop:
     ) -> None:
         """Steps up to `until` or the end; `around`, which measures, is entered for one."""
         end = self.steps if until is None else min(until, self.steps)
-        while self.position.step < end and stop.reason is None:
+        while self.position.step < end and not stop.asked():
             began = time.perf_counter()
-            batch = self.loader.batch(self.position.samples, self.loader.global_batch_size)
+            batch = self.loader.batch(self.position.samples + self.first, self.count)
             with around or nullcontext() as memory:
                 outcome = train_step(self.engine, batch)
             here = self.position
             self.position = Position(
                 here.step + 1,
-                here.samples + len(batch),
+                here.samples + self.loader.global_batch_size,
                 here.tokens + outcome.tokens,
                 0 if outcome.accepted else here.bad_steps + 1,
             )
             seconds = time.perf_counter() - began
             if memory is not None:
-                self.events.emit("memory", step=self.position.step, bytes=memory.bytes)
+                self._tell_memory(memory)
             self.events.emit(
                 "step", step=self.position.step, **outcome.__dict__, seconds=round(seconds, 6)
             )
             self._judge(self.position.bad_steps)
+
+    def _tell_memory(self, memory: Memory) -> None:
+        """What the fullest rank needs."""
+        ranks = on_every_rank(lambda: memory.bytes)
+        largest = max(ranks, key=lambda found: found["total"])
+        totals = {"ranks": [found["total"] for found in ranks]} if len(ranks) > 1 else {}
+        self.events.emit("memory", step=self.position.step, bytes=largest, **totals)
 
     def _judge(self, bad: int) -> None:
         if bad == 1:

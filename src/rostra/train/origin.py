@@ -8,8 +8,9 @@ from pathlib import Path
 
 from rostra.checkpoint import Checkpoint, newest_checkpoint, open_checkpoint
 from rostra.errors import RequestError
-from rostra.parallel import TorchEngine
+from rostra.parallel import Engine
 from rostra.store import RunFolder, write_json
+from rostra.workers import on_first_rank
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,9 @@ class Origin:
 
     def open(self) -> Checkpoint:
         folder = RunFolder(self.path)
-        if self.step is not None and self.step not in folder.steps():
-            known = ", ".join(map(str, folder.steps())) or "none"
+        steps = on_first_rank(folder.steps)
+        if self.step is not None and self.step not in steps:
+            known = ", ".join(map(str, steps)) or "none"
             raise RequestError(f"--from {self.path}@{self.step}: its checkpoints are: {known}")
         if self.step is not None:
             return open_checkpoint(folder.checkpoint(self.step))
@@ -60,7 +62,7 @@ def recorded(folder: RunFolder, origin: Origin | None, new: bool) -> Origin | No
     return known
 
 
-def start_from(origin: Origin, engine: TorchEngine, tokenizer: str, optimizer: str) -> None:
+def start_from(origin: Origin, engine: Engine, tokenizer: str, optimizer: str) -> None:
     """Weights of another run, and its optimizer's state if asked, at step 0 of this one."""
     checkpoint = origin.open()
     if checkpoint.data["tokenizer"] != tokenizer:
@@ -68,7 +70,6 @@ def start_from(origin: Origin, engine: TorchEngine, tokenizer: str, optimizer: s
             f"--from {origin.path}: its tokenizer is another, so its weights mean other tokens. "
             f"Set data.tokenizer to {{pretrained: {origin.path}/model}}."
         )
-    tensors = checkpoint.tensors()
     own, theirs = optimizer, checkpoint.config["optimizer"]["name"]
     if origin.optimizer and own != theirs:
         raise RequestError(
@@ -77,14 +78,10 @@ def start_from(origin: Origin, engine: TorchEngine, tokenizer: str, optimizer: s
         )
     try:
         if origin.optimizer:
-            engine.load_state(
-                {k: v for k, v in tensors.items() if not k.startswith("random/")},
-                {**checkpoint.values, "steps": 0, "scale": engine.scale.state()},
-            )
+            values = {**checkpoint.values, "steps": 0}
+            del values["scale"]  # of the losses there
+            engine.load_state(checkpoint.reader(), values)
         else:
-            kinds = ("model/", "master/")  # the later is the more exact
-            engine.adopt(
-                {k.removeprefix(x): v for x in kinds for k, v in tensors.items() if k.startswith(x)}
-            )
+            engine.adopt(checkpoint.reader())
     except (ValueError, KeyError, RuntimeError) as error:
         raise RequestError(f"--from {origin.path}: does not fit this config: {error}") from error

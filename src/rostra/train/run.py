@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -33,6 +34,7 @@ from rostra.train.finish import Evaluator, save_model
 from rostra.train.folder import claimed, finished, resumable
 from rostra.train.loop import Loop, StopSignal, every
 from rostra.train.origin import Origin, recorded, start_from
+from rostra.workers import detect, joined, on_first_rank, this_rank, world_size
 
 
 def train(
@@ -43,28 +45,38 @@ def train(
 ) -> dict[str, Any]:
     """Train the run that `config` describes, or go on with it where it stands.
 
-    Returns the run's summary, which is also in `summary.json`. Raises RequestError for what
-    is wrong with the request, and then leaves nothing of a new run behind; TrainingFailed;
-    and Stopped when a signal stopped the run, with a checkpoint saved.
+    Under a launcher (torchrun, Slurm, Kubernetes, Rostra's own) every rank calls this; rank 0
+    keeps the run's folder and tells `listeners`. Returns the run's summary, which is also in
+    `summary.json`. Raises RequestError for what is wrong with the request, and then leaves
+    nothing of a new run behind; TrainingFailed; and Stopped when a signal stopped the run, with
+    a checkpoint saved.
     """
-    folder = RunFolder(config.run.path)
-    lines = JsonLines()
-    events = Events(listeners=[*listeners, lines])
-    with (
-        StopSignal() as stop,
-        claimed(folder) as (new, lock),
-        explain_full_disk(folder.path),
-        explain_out_of_memory(),
-    ):
-        if lock.notice:
-            events.notice(lock.notice)
-        sweep(folder.path)
+    world, device = detect(os.environ), best_device()
+    with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(StopSignal())
+        if world.size > 1:
+            device = stack.enter_context(joined(world, device))
+        folder = RunFolder(config.run.path)
+        lines = JsonLines()
+        events = Events(listeners=[*listeners, lines] if world.rank == 0 else [])
+
+        def claim() -> bool:
+            new, lock = stack.enter_context(claimed(folder))
+            if lock.notice:
+                events.notice(lock.notice)
+            sweep(folder.path)
+            return new
+
+        new = on_first_rank(claim)
+        stack.enter_context(explain_full_disk(folder.path))
+        stack.enter_context(explain_out_of_memory())
         checkpoint = None if new else resumable(folder, config, events, new_learning_rate)
-        origin = recorded(folder, origin, new)
-        if not new and (summary := finished(folder, config)) is not None:
+        origin = on_first_rank(lambda: recorded(folder, origin, new))
+        summary = on_first_rank(lambda: None if new else finished(folder, config))
+        if summary is not None:
             events.notice(f"{folder.path}: this run is finished; see its report.html")
             return summary
-        return _Training(config, folder, events, checkpoint, origin).train(lines, stop)
+        return _Training(config, folder, events, checkpoint, origin, device).train(lines, stop)
 
 
 class _Training:
@@ -77,13 +89,14 @@ class _Training:
         events: Events,
         checkpoint: Checkpoint | None,
         origin: Origin | None,
+        device: torch.device,
     ) -> None:
         self.config, self.folder, self.events = config, folder, events
-        self.device = best_device()
+        self.device = device
         if self.device.type == "cpu":
             keep_freed_memory()
         check_model(config)
-        self.prepared: Prepared = prepare(config.data, config.model.pretrained, events.notice)
+        self.prepared = self._prepare()
         data = config.data
         samples = Samples(
             self.prepared.train, data.sequence_length, config.run.seed, data.isolate_documents
@@ -93,12 +106,15 @@ class _Training:
         if checkpoint is not None:
             check_same_data(checkpoint.data, self.prepared.identity, str(folder.path))
             _check_length(checkpoint.position.step, self.steps, folder)
-        model = build_model(
-            config, self.prepared.tokenizer, self.prepared.vocabulary_size, self.device
+        alone = world_size() == 1
+        model, weights = build_model(
+            config, self.prepared.tokenizer, self.prepared.vocabulary_size, events, not alone
         )
         self.counts = parameter_counts(model)
         self.layout = self._layout(checkpoint)
-        self.engine = build_engine(config, self.layout, model, self.device, self.steps, events)
+        self.engine = build_engine(
+            config, self.layout, model, self.device, self.steps, events, weights
+        )
         self.loop = Loop(self.engine, self.loader, events, self.steps, config.stability.bad_steps)
         if checkpoint is not None:
             checkpoint.restore(self.engine)
@@ -108,6 +124,16 @@ class _Training:
             if origin is not None:
                 start_from(origin, self.engine, self.prepared.tokenizer_hash, config.optimizer.name)
         self.evaluator = Evaluator(config, self.prepared, self.engine, events)
+
+    def _prepare(self) -> Prepared:
+        """The data; written by rank 0 alone when it is not there yet."""
+
+        def prepared() -> Prepared:
+            data, pretrained = self.config.data, self.config.model.pretrained
+            return prepare(data, pretrained, self.events.notice)
+
+        on_first_rank(lambda: prepared() and None)
+        return prepared()
 
     def _layout(self, checkpoint: Checkpoint | None) -> Layout:
         config = self.config
@@ -123,21 +149,19 @@ class _Training:
                 update={"train": config.train.model_copy(update={"compile": compiled})}
             )
         tokens = self.steps * config.train.global_batch_size * config.data.sequence_length
-        return choose_layout(config, self.device, self.counts["parameters"], tokens)
+        return choose_layout(config, self.device, self.counts["parameters"], tokens, world_size())
 
     def train(self, lines: JsonLines, stop: StopSignal) -> dict[str, Any]:
         folder = self.folder
-        folder.summary.unlink(missing_ok=True)  # of a shorter length, before this one
-        write_file(folder.config, config_to_yaml(self.config))
-        plan = {"feasible": True, "chosen": {"layout": self.layout.to_dict()}, "considered": 1}
-        write_json(folder.plan, plan)
+        on_first_rank(self._write_down)
         with contextlib.ExitStack() as closing:
-            lines.open(folder.events)
-            closing.callback(lines.close)
-            if self.config.monitor.tensorboard:
-                board = TensorBoard(folder.tensorboard, self.loop.position.step)
-                closing.callback(board.close)
-                self.events.subscribe(board)
+            if this_rank() == 0:
+                lines.open(folder.events)
+                closing.callback(lines.close)
+                if self.config.monitor.tensorboard:
+                    board = TensorBoard(folder.tensorboard, self.loop.position.step)
+                    closing.callback(board.close)
+                    self.events.subscribe(board)
             self._subscribe()
             self.events.emit(
                 "started",
@@ -152,6 +176,13 @@ class _Training:
                 self._run_loop(stop)
             return self._finish()
 
+    def _write_down(self) -> None:
+        folder = self.folder
+        folder.summary.unlink(missing_ok=True)  # of a shorter length, before this one
+        write_file(folder.config, config_to_yaml(self.config))
+        plan = {"feasible": True, "chosen": {"layout": self.layout.to_dict()}, "considered": 1}
+        write_json(folder.plan, plan)
+
     def _subscribe(self) -> None:
         """What happens beside the steps, each with its period."""
         checkpoint, evaluate = self.config.checkpoint, self.config.evaluate
@@ -163,11 +194,12 @@ class _Training:
     def _run_loop(self, stop: StopSignal) -> None:
         self._measured_steps(stop)
         self.loop.run(stop)
-        if stop.reason is not None and self.loop.position.step < self.steps:
+        if stop.agreed and self.loop.position.step < self.steps:
             path = self._save(self.loop.position.step)
             self.events.emit("stopped", step=self.loop.position.step, reason=stop.reason)
+            why = stop.reason or "another rank"
             raise Stopped(
-                f"stopped by {stop.reason} at step {self.loop.position.step} of {self.steps}; "
+                f"stopped by {why} at step {self.loop.position.step} of {self.steps}; "
                 f"saved {path}; start the same command again to go on"
             )
 
@@ -176,8 +208,9 @@ class _Training:
         compiled code has run."""
         here = self.loop.position.step
         self.loop.run(stop, until=here + 1)
-        if self.loop.position.step < self.steps and stop.reason is None:
-            measured = measure(self.engine.model, *self.engine.optimizers.parts)
+        if self.loop.position.step < self.steps and not stop.agreed:
+            model, optimizers = self.engine.measured()
+            measured = measure(model, *optimizers)
             self.loop.run(stop, until=here + 2, around=measured)
 
     def _save(self, step: int) -> Path:
@@ -196,10 +229,13 @@ class _Training:
         return path
 
     def _finish(self) -> dict[str, Any]:
-        manifest = read_manifest(self.folder.model)
+        manifest = on_first_rank(lambda: read_manifest(self.folder.model))
         if manifest is None or manifest["step"] != self.steps:
-            save_model(self.folder.model, self.engine.model, self.prepared.tokenizer, self.steps)
-        found = self.evaluator.final()
+            save_model(self.folder, self.engine, self.prepared.tokenizer, self.steps)
+        found = self.evaluator.final(self.folder.model)
+        return on_first_rank(lambda: self._summarize(found))
+
+    def _summarize(self, found: dict[str, Any]) -> dict[str, Any]:
         summary = {
             **self._seen(),
             **found,

@@ -1,0 +1,260 @@
+"""The engine on DeepSpeed: ZeRO over the data ranks, offloading to host memory and NVMe.
+
+DeepSpeed holds the partitions, reduces the gradients and updates; Rostra keeps the loss, the
+schedule, clipping and the loss scale, so that a step is the step of every other engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pydantic import ValidationError
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from transformers import PretrainedConfig, PreTrainedModel
+
+from rostra.batch import Batch
+from rostra.errors import RequestError
+from rostra.layout import Layout
+from rostra.models import evaluating
+from rostra.optim import LossScale, Optimizers, Schedule, gradient_norm
+from rostra.parallel.deepspeed_start import check_nvme, import_deepspeed
+from rostra.parallel.deepspeed_state import Named, exact, load_partitions, pieces
+from rostra.parallel.mesh import DATA, Mesh
+from rostra.parallel.stage import Stage
+from rostra.pieces import Piece, Reader, fill, local_piece
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+
+
+class _Root(nn.Module):
+    """A stage under autocast: DeepSpeed turns off one that is set around its own forward."""
+
+    def __init__(self, stage: Stage, device: torch.device, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.stage = stage
+        self._device, self._dtype = device, dtype
+
+    def forward(self, **batch: Tensor) -> Tensor:
+        with self._autocast():
+            out: Tensor = self.stage(**batch)
+            return out
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self._dtype is None:
+            return nullcontext()
+        return torch.autocast(self._device.type, self._dtype)
+
+
+@dataclass
+class DeepSpeedEngine:
+    """ZeRO as `config` says (a whole DeepSpeed config, see `rostra.config.deepspeed`).
+
+    The stage's model is on `mesh.device`, the same on every rank. Beside the partitions,
+    DeepSpeed keeps a buffer of `reduce_bucket_size` numbers. DeepSpeed divides gradients by the
+    number of ranks; the loss is multiplied by it first, so that they are sums again.
+    """
+
+    stage: Stage
+    optimizers: Optimizers
+    schedule: Schedule
+    layout: Layout
+    mesh: Mesh
+    clip: float | None
+    scale: LossScale
+    config: dict[str, Any]
+    rows: int = 0  # samples that every rank runs at least: those with fewer run empty ones
+    steps: int = 0
+    _norm: float = field(default=0.0, init=False)
+
+    def __post_init__(self) -> None:
+        deepspeed = import_deepspeed(self.device)
+        if not dist.is_initialized():
+            backend = "nccl" if self.device.type == "cuda" else "gloo"
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        self._named: Named = [
+            (n, p) for n, p in self.stage.model.named_parameters() if p.requires_grad
+        ]
+        self._zero_stage: int = self.config["zero_optimization"]["stage"]
+        if self._zero_stage == 3 and len(self._named) < len(list(self.model.parameters())):
+            raise RequestError(
+                "parallel.sharding = full_shard: DeepSpeed's checkpoints here hold what trains, "
+                "and this model has frozen weights; use shard_grad_op, or parallel.engine: torch"
+            )
+        root = _Root(self.stage, self.device, AUTOCAST.get(self.layout.compute))
+        check_nvme(self.config, sum(p.numel() for _, p in self._named))
+        try:
+            self._engine, self._zero, _, _ = deepspeed.initialize(
+                model=root, optimizer=self.optimizers.parts[0], config=self.config
+            )
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise RequestError(
+                f"DeepSpeed {deepspeed.__version__} refuses its config: "
+                f"{'.'.join(map(str, first['loc']))}: {first['msg']}; leave that key out"
+            ) from error
+
+    @property
+    def model(self) -> PreTrainedModel:
+        return self.stage.model
+
+    @property
+    def shape(self) -> PretrainedConfig:
+        return self.stage.model.config
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """This rank among those that share the global batch, and their number."""
+        return self.mesh.coordinate(*DATA), self.mesh.size(*DATA)
+
+    @property
+    def device(self) -> torch.device:
+        return self.mesh.device
+
+    def forward_backward(self, batch: Batch) -> tuple[float, int]:
+        count = torch.tensor(batch.targets, dtype=torch.int64, device=self.device)
+        targets = int(self.mesh.sum(count, *DATA))
+        parts = list(batch.padded(self.rows).micro_batches(self.layout.micro_batch))
+        self._loss_scale(1.0)  # it is in the factor, before anything is rounded to 16 bits
+        self.stage.begin(self.scale.scale / max(1, targets))
+        for index, part in enumerate(parts):
+            self._engine.set_gradient_accumulation_boundary(index == len(parts) - 1)
+            # A new tensor: the hooks on the one that comes out divide by the micro batches.
+            loss = self._engine(**part.to(self.device).tensors()) * self.mesh.size(*DATA)
+            self._engine.backward(loss, scale_wrt_gas=False)
+        return self._sum(), targets
+
+    def gradient_norm(self) -> float:
+        if self._zero_stage == 0:
+            norm = gradient_norm([p for _, p in self._named])
+        elif self._zero_stage < 3:
+            self._zero._wait_for_offload_copies()
+            norm = float(self._zero.scaled_global_norm())
+        else:
+            groups = torch.stack([n.cpu() for n in self._zero._get_norm_groups()])
+            # a group whose norm is not finite is told as -1
+            norm = float(groups.norm()) if (groups >= 0).all() else float("inf")
+        self._norm = norm / self.scale.scale
+        return self._norm
+
+    def step(self, accept: bool) -> float:
+        self.optimizers.set_fraction(self.schedule(self.steps))
+        divisor = self.scale.scale
+        if accept and self.clip is not None and self._norm > self.clip:
+            divisor *= self._norm / self.clip
+        if self._zero_stage == 0:
+            self._step_whole(accept, divisor)
+        else:
+            self._loss_scale(divisor)  # what DeepSpeed divides gradients by
+            with self._known_norm(self._norm if accept else -1.0):
+                self._engine.step()
+        self.scale.update(accept)
+        self.steps += 1
+        return self.optimizers.learning_rate
+
+    def _step_whole(self, accept: bool, divisor: float) -> None:
+        if not accept:
+            self.optimizers.zero_grad()
+            return
+        if divisor != 1:
+            grads = [p.grad for _, p in self._named if p.grad is not None]
+            torch._foreach_mul_(grads, 1 / divisor)
+        self._engine.step()
+
+    def _loss_scale(self, scale: float) -> None:
+        if self._zero_stage > 0:
+            self._zero.override_loss_scale(scale)
+
+    @contextmanager
+    def _known_norm(self, norm: float) -> Iterator[None]:
+        """DeepSpeed takes this norm instead of computing it again; -1, its sign for one that is
+        not finite, makes it pass the step over and clear its gradients."""
+        name = "scaled_global_norm" if self._zero_stage < 3 else "_get_norm_groups"
+        known = torch.tensor(norm)
+        setattr(self._zero, name, lambda: known if self._zero_stage < 3 else [known])
+        try:
+            yield
+        finally:
+            delattr(self._zero, name)
+
+    @torch.no_grad()
+    def forward(self, batch: Batch) -> tuple[float, int]:
+        share = batch.share(*self.place)
+        self.stage.begin(1.0)
+        with evaluating(self.stage):
+            for part in share.micro_batches(self.layout.micro_batch):
+                self._engine(**part.to(self.device).tensors())
+        return self._sum(), batch.targets
+
+    def _sum(self) -> float:
+        """The loss's sum over all ranks."""
+        return float(self.mesh.sum(self.stage.sum(self.device), *DATA))
+
+    def state(self) -> tuple[dict[str, Piece], dict[str, Any]]:
+        """This rank's part, see `pieces`; without ZeRO, and for buffers, all by rank 0."""
+        found: dict[str, Piece] = {}
+        if dist.get_rank() == 0:
+            whole = self._whole()
+            if self._zero_stage == 0:
+                states, _ = self.optimizers.state()
+                whole |= {f"optimizer/{name}": value for name, value in states.items()}
+            found = {name: local_piece(tensor) for name, tensor in whole.items()}
+        if self._zero_stage > 0:
+            found |= pieces(self._zero, self._zero_stage, self._named)
+        return found, {"optimizer": {}, "scale": self.scale.state(), "steps": self.steps}
+
+    def _whole(self) -> dict[str, Tensor]:
+        """What every rank holds entirely of the model, by the name it has in a checkpoint."""
+        model = self.stage.model
+        saved = model.state_dict(keep_vars=True)
+        buffers = {f"model/{name}": b for name, b in model.named_buffers() if name in saved}
+        return buffers | {
+            f"model/{name}": p.detach()
+            for name, p in model.named_parameters()
+            if self._zero_stage == 0 or not p.requires_grad
+        }
+
+    def adopt(self, weights: Reader) -> None:
+        """Take the weights of another run, by the names of the parameters."""
+        self._load(weights, states=False)
+
+    def load_state(self, reader: Reader, values: dict[str, Any]) -> None:
+        self._load(reader, states=True)
+        self.scale = LossScale(**values["scale"])
+        self.steps = values["steps"]
+
+    @torch.no_grad()
+    def _load(self, reader: Reader, states: bool) -> None:
+        known = set(reader.names())
+        for name, tensor in self._whole().items():
+            fill(tensor, reader, exact(name, known))
+        if self._zero_stage > 0:
+            load_partitions(self._zero, self._zero_stage, self._named, reader, states)
+        elif states:
+            names = [name for name in known if name.startswith("optimizer/")]
+            shapes = {name: reader.shape(name) for name in names}
+            self.optimizers.load_state(
+                {
+                    name.removeprefix("optimizer/"): reader.read(name, (0,) * len(shape), shape)
+                    for name, shape in shapes.items()
+                },
+                {},
+            )
+
+    def measured(self) -> tuple[nn.Module, list[Optimizer]]:
+        """What `rostra.memory.measure` looks at."""
+        return self.stage, self.optimizers.parts
+
+    def close(self) -> None:
+        """Let go of DeepSpeed's hooks and buffers, and of what it remembers of the process
+        group, which another engine may find replaced."""
+        deepspeed = import_deepspeed(self.device)
+        self._engine.destroy()
+        deepspeed.utils.groups._release_process_group_references()
+        deepspeed.comm.comm.cdb = None

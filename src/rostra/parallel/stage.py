@@ -1,0 +1,68 @@
+"""The model of a rank together with its loss: what runs a micro batch forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rostra.batch import Batch
+
+# From a micro batch: what the base model is called with, and the labels that go with it.
+Inputs = Callable[[Batch], tuple[dict[str, Any], Tensor]]
+# From model, inputs, labels and the factor of the gradients: the scaled loss and the plain sum.
+Loss = Callable[[PreTrainedModel, dict[str, Any], Tensor, float], tuple[Tensor, Tensor]]
+
+
+class Stage(nn.Module):
+    """The whole model, or one stage of a pipeline; the root of what is sharded.
+
+    Called with the hidden states of the stage before [samples, positions, hidden] (nothing on
+    the first) and a micro batch. Returns hidden states; on the last stage the scaled loss, whose
+    plain sum it adds to `total`.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        loss: Loss,
+        inputs: Inputs,
+        first: bool = True,
+        last: bool = True,
+        aliases: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = loss
+        self.inputs = inputs
+        self.first, self.last = first, last
+        # names of copies here of parameters that another stage owns, with their names there
+        self.aliases = aliases or {}
+        self.factor = 1.0  # of the loss: loss scale over the targets of the global batch
+        self.total: Tensor | None = None
+
+    def forward(
+        self, *hidden: Tensor, input_ids: Tensor, labels: Tensor, position_ids: Tensor
+    ) -> Tensor:
+        arguments, labels = self.inputs(Batch(input_ids, labels, position_ids))
+        if not self.first:
+            del arguments["input_ids"]
+            arguments["inputs_embeds"] = hidden[0]
+        if not self.last:
+            out: Tensor = self.model.base_model(**arguments).last_hidden_state
+            return out
+        scaled, plain = self.loss(self.model, arguments, labels, self.factor)
+        self.total = plain if self.total is None else self.total + plain
+        return scaled
+
+    def begin(self, factor: float) -> None:
+        self.factor, self.total = factor, None
+
+    def sum(self, device: torch.device) -> Tensor:
+        """The plain loss summed over the micro batches since `begin`, float64."""
+        if self.total is None:
+            return torch.zeros((), dtype=torch.float64, device=device)
+        return self.total.double()
