@@ -121,7 +121,7 @@ BAD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"model": {"size": {"positions": 16}}},
         ("data.sequence_length = 32", "16"),
     ),
-    "several processes": ({"parallel": {"replicate": 2}}, ("parallel", "one process")),
+    "heads": ({"parallel": {"tensor": 3}}, ("parallel.tensor = 3", "heads")),
 }
 
 

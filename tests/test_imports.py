@@ -17,9 +17,10 @@ ROWS = [
     ["hardware", "models", "optim", "track", "report", "workers"],
     ["parallel", "data"],
     ["build", "checkpoint"],
-    ["generate"],
+    ["dry_run", "generate"],
     ["evaluate"],
     ["train"],
+    ["verify"],
     ["api"],
     ["cli"],
 ]

@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # imported inside the verbs: a mistake in a config is answere
     from rostra.data import Prepared
     from rostra.events import Listener
     from rostra.generate import Sampling
+    from rostra.verify import Verification
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,23 @@ class Run:
 
         start = None if origin is None else Origin.parse(origin, with_optimizer)
         return train(self.config, listeners, start, new_learning_rate)
+
+    def verify(
+        self,
+        layouts: Sequence[str] = (),
+        steps: int = 10,
+        workers: int | None = None,
+        precision: str = "fp32",
+        notice: Callable[[str], None] = print,
+    ) -> Verification:
+        """Whether layouts compute what one process does; see `rostra.verify.verify`. `layouts`
+        are as on the command line; without, the run's own and the common ones."""
+        from rostra.verify import parse, verify
+
+        asked = parse(layouts) if layouts else None
+        return verify(
+            self.config, asked, steps=steps, workers=workers, precision=precision, notice=notice
+        )
 
     def evaluate(self, listeners: Sequence[Listener] = ()) -> dict[str, Any]:
         """The final model on all held-out documents."""

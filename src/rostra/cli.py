@@ -117,6 +117,35 @@ def evaluate(run: RunOrModel, overrides: Overrides = [], as_json: Json = False) 
 
 
 @app.command()
+def verify(
+    config: ConfigFile,
+    overrides: Overrides = [],  # noqa: B006
+    layouts: Annotated[
+        list[str],
+        typer.Option(
+            "--layouts",
+            metavar="NAMES",
+            help="names (ddp,full_shard), one layout (shard=2,tensor=2), or a YAML or JSON file; "
+            "the config's own and the common ones when not given",
+        ),
+    ] = [],  # noqa: B006
+    steps: Annotated[int, typer.Option(min=1, help="optimizer steps under each layout")] = 10,
+    precision: Annotated[
+        str, typer.Option(help="fp32, bf16, bf16_pure, fp16, fp8, or config for its own")
+    ] = "fp32",
+    workers: Annotated[int | None, typer.Option(min=1, help="ranks at the most; 4")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show that layouts compute what one process does, on a small model like the config's."""
+    from rostra.api import Run
+    from rostra.verify import show
+
+    found = Run.open(config, overrides).verify(layouts, steps, workers, precision, _say)
+    _answer(found.to_dict(), as_json, lambda: show(found))
+    found.check()
+
+
+@app.command()
 def schema(
     as_json: Annotated[bool, typer.Option("--json", help="the same: it is JSON")] = False,
 ) -> None:

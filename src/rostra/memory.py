@@ -100,9 +100,10 @@ def _storages(tensors: Iterable[Tensor | None]) -> dict[int, int]:
 
 
 def _plain(tensor: Tensor) -> Iterator[Tensor]:
-    """What holds the bytes: a rank's part of a DTensor, codes and scales of a low-bit one."""
+    """What holds the bytes: a rank's part of a DTensor or of what DeepSpeed's ZeRO-3 has cut
+    (`ds_tensor`), codes and scales of a low-bit one."""
     if not hasattr(tensor, "__tensor_flatten__"):
-        yield tensor
+        yield getattr(tensor, "ds_tensor", tensor)
         return
     for name in tensor.__tensor_flatten__()[0]:
         if isinstance(inner := getattr(tensor, name), Tensor):

@@ -36,7 +36,7 @@ from rostra.parallel.deepspeed_start import (
 from rostra.parallel.mesh import Mesh
 from rostra.parallel.stage import Stage
 from rostra.parallel.torch_engine import TorchEngine
-from rostra.pieces import PieceReader, merge, write_pieces
+from rostra.pieces import Below, PieceReader, Reader, merge, write_pieces
 from support import need
 
 CPU = torch.device("cpu")
@@ -154,7 +154,7 @@ def engine_of(
     samples: int = SAMPLES,
     nvme: str | None = None,
     model: PreTrainedModel | None = None,
-    weights: PieceReader | None = None,
+    weights: Reader | None = None,
     **shape: Any,
 ) -> DeepSpeedEngine:
     """DeepSpeed on the ranks that there are; `weights` are for a `model` on the meta device."""
@@ -372,26 +372,30 @@ def test_the_weights_of_another_run_are_taken(ranks: Ranks, tmp_path: Path) -> N
         assert found[0] / targets == pytest.approx(total / targets, abs=1e-5)
 
 
-def from_meta(folder: str, index: Any) -> list[float]:
+def from_meta(keys: dict[str, Any], folder: str, index: Any) -> list[float]:
     """The model is never whole on a rank."""
     model = model_of()
     with torch.device("meta"):
         empty = type(model)(model.config).train()
     for name, buffer in model.named_buffers():  # what depends on the shape alone
         empty.get_submodule(name.rpartition(".")[0])._buffers[name.rpartition(".")[2]] = buffer
-    engine = engine_of(
-        {"sharding": "full_shard"}, model=empty, weights=PieceReader(Path(folder), index)
-    )
+    weights = Below("model", PieceReader(Path(folder), index))
+    engine = engine_of({"sharding": "full_shard"}, model=empty, weights=weights)
     found = [loss for loss, _, _ in steps(engine, 0, STEPS)]
     engine.close()
     return found
 
 
-def test_a_model_on_the_meta_device_is_filled_in_parts(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("host_adam")
+@pytest.mark.parametrize("place", ["none", "cpu"])
+def test_a_model_on_the_meta_device_is_filled_in_parts(
+    ranks: Ranks, tmp_path: Path, place: str
+) -> None:
     engine = alone()
     saved = save(engine, tmp_path)
     right = [loss for loss, _, _ in expected()["steps"]]
-    for found in ranks.run(2, from_meta, str(tmp_path), merge([saved["index"]])):
+    keys = {"offload_parameters": place, "offload_optimizer": place}
+    for found in ranks.run(2, from_meta, keys, str(tmp_path), merge([saved["index"]])):
         assert found == pytest.approx(right, abs=1e-5)
 
 

@@ -9,27 +9,38 @@ import pytest
 from common import difference, run
 
 from ranks import Ranks
+from rostra.layout import Layout, refusals
 
 
 @cache
-def alone(architecture: str, samples: int, **sections: Any) -> dict[str, Any]:
-    return run(architecture, {"micro_batch": samples, "accumulation": 1}, samples=samples)
+def alone(architecture: str, samples: int, compute: str = "fp32") -> dict[str, Any]:
+    layout = {"micro_batch": samples, "accumulation": 1, "compute": compute}
+    return run(architecture, layout, samples=samples)
 
 
-def check(ranks: Ranks, architecture: str, layout: dict[str, Any], samples: int = 8) -> None:
+def check(
+    ranks: Ranks,
+    architecture: str,
+    layout: dict[str, Any],
+    samples: int = 8,
+    loss: float = 1e-5,
+    norm: float = 1e-4,
+    parameters: float = 1e-4,
+) -> None:
+    assert not refusals(Layout(**layout))
     size = 1
     for axis in ("replicate", "shard", "context", "tensor", "pipeline"):
         size *= layout.get(axis, 1)
     found = ranks.run(size, run, architecture, layout, 3, samples)
-    expected = alone(architecture, samples)
+    expected = alone(architecture, samples, layout.get("compute", "fp32"))
     for each in found:
         assert each["tokens"] == expected["tokens"]
         assert each["evaluated"][1] == expected["evaluated"][1]
-        assert abs(each["evaluated"][0] - expected["evaluated"][0]) < 1e-3
+        assert abs(each["evaluated"][0] - expected["evaluated"][0]) < 100 * loss
         apart = difference(expected, each)
-        assert apart["loss"] < 1e-5, apart
-        assert apart["norm"] < 1e-4, apart
-        assert apart["parameters"] < 1e-4, apart
+        assert apart["loss"] < loss, apart
+        assert apart["norm"] < norm, apart
+        assert apart["parameters"] < parameters, apart
 
 
 STRATEGIES = {
@@ -94,3 +105,27 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", COMBINATIONS)
 def test_a_combination(ranks: Ranks, name: str, architecture: str) -> None:
     check(ranks, architecture, {"micro_batch": 2, "accumulation": 4, **COMBINATIONS[name]})
+
+
+@pytest.mark.parametrize("samples", [3, 5])
+@pytest.mark.parametrize("name", ["ddp", "zero1", "full_shard", "ddp x pipeline"])
+def test_ranks_with_unequal_numbers_of_samples(ranks: Ranks, name: str, samples: int) -> None:
+    layout = {**STRATEGIES, **COMBINATIONS}[name]
+    rows = -(-samples // 2)
+    check(ranks, "llama", {"micro_batch": 1, "accumulation": rows, **layout}, samples)
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp16", "bf16_pure"])
+@pytest.mark.parametrize("name", ["ddp", "zero1", "full_shard", "tensor", "context"])
+def test_half_precision(ranks: Ranks, name: str, compute: str) -> None:
+    """Rounding differs with the order of sums: a step of 3e-3 in 16 bits may turn around."""
+    if compute == "bf16_pure" and name == "full_shard":
+        pytest.skip("refused by the table")
+    layout = {"micro_batch": 2, "accumulation": 4, "compute": compute, **STRATEGIES[name]}
+    check(ranks, "llama", layout, loss=2e-2, norm=5e-2, parameters=2e-2)
+
+
+def test_gradients_travel_in_16_bits(ranks: Ranks) -> None:
+    for name in ("ddp", "zero1", "full_shard"):
+        layout = {"micro_batch": 2, "accumulation": 4, "reduction": "bf16", **STRATEGIES[name]}
+        check(ranks, "llama", layout, loss=1e-2, norm=1e-2, parameters=2e-2)

@@ -412,7 +412,6 @@ def test_experts_count_as_far_as_a_token_meets_them() -> None:
         (layout_of("zero_bubble", 2, pipeline=4), 6, r"8 stages for 6 .*parallel\.pipeline: 3"),
         (layout_of("1f1b", pipeline=6), 6, r"has 4 micro batches.*nearest that works is 6"),
         (layout_of("zero_bubble", pipeline=3, accumulation=7), 6, r"has 7.*that works is [68]"),
-        (layout_of("zero_bubble", compile=True), 6, r"train\.compile: false"),
     ],
 )
 def test_what_a_schedule_cannot_run_is_refused(layout: Layout, layers: int, message: str) -> None:

@@ -256,7 +256,10 @@ def _owned(
         "train_micro_batch_size_per_gpu": (micro, "train.micro_batch_size"),
         "gradient_accumulation_steps": (accumulation, "the micro batches of a rank"),
         "gradient_clipping": (clip or 0.0, "stability.clip"),
-        f"{zero}.stage": (STAGES[layout.sharding], "parallel.sharding"),
+        f"{zero}.stage": (
+            STAGES[layout.sharding],
+            f"the stage of parallel.sharding ({layout.sharding})",
+        ),
         f"{zero}.offload_param.device": (layout.offload_parameters, "memory.offload.parameters"),
         f"{zero}.offload_optimizer.device": (layout.offload_optimizer, "memory.offload.optimizer"),
         "optimizer.params.lr": (optimizer.learning_rate, "optimizer.learning_rate"),

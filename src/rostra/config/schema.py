@@ -234,6 +234,9 @@ class ParallelTable(Section):
     replicate: Count | None = Field(None, description="copies of what is sharded, or of the model")
     shard: Count | None = Field(None, description="ranks that share one copy")
     context: Count = Field(1, description="ranks that split the positions of a sample")
+    context_method: Literal["ulysses", "ring"] = Field(
+        "ulysses", description="attention over them: by all-to-all of heads, or keys in a ring"
+    )
     tensor: Count = Field(1, description="ranks that split the matrices")
     pipeline: Count = Field(1, description="ranks that split the layers")
     expert: Count = 1

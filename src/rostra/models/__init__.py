@@ -4,6 +4,7 @@ from rostra.models.causal import (
     Head,
     decoder_layers,
     evaluating,
+    has_dropout,
     head_splits,
     load_model,
     output_head,
@@ -13,7 +14,7 @@ from rostra.models.causal import (
     takes_positions,
 )
 from rostra.models.families import FAMILIES, PRESETS, scratch_config
-from rostra.models.tiny import tiny_config
+from rostra.models.tiny import shrunk, tiny_config
 from rostra.models.weights import (
     FolderWeights,
     SeededWeights,
@@ -32,6 +33,7 @@ __all__ = [
     "create_model",
     "decoder_layers",
     "evaluating",
+    "has_dropout",
     "head_splits",
     "load_model",
     "model_on_meta",
@@ -40,6 +42,7 @@ __all__ = [
     "pretrained_on_meta",
     "pretrained_reader",
     "scratch_config",
+    "shrunk",
     "special_tokens",
     "split_head",
     "takes_positions",

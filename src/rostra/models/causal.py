@@ -65,6 +65,13 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     raise RequestError(f"{type(model).__name__}: found no list of {count} layers in this model")
 
 
+def has_dropout(model: PreTrainedModel) -> bool:
+    """Whether anything is dropped in training, by a module or inside attention."""
+    modules = any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules())
+    config = vars(model.config.get_text_config())
+    return modules or any(k.endswith("dropout") and v for k, v in config.items())
+
+
 def takes_positions(model: PreTrainedModel) -> bool:
     """Whether the model takes position ids, which isolate the documents of a sample."""
     return "position_ids" in inspect.signature(model.base_model.forward).parameters

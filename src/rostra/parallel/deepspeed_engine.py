@@ -23,7 +23,7 @@ from rostra.errors import RequestError
 from rostra.layout import Layout
 from rostra.models import evaluating
 from rostra.optim import LossScale, Optimizers, Schedule, gradient_norm
-from rostra.parallel.deepspeed_start import check_nvme, import_deepspeed
+from rostra.parallel.deepspeed_start import check_nvme, import_deepspeed, off_standard_output
 from rostra.parallel.deepspeed_state import Named, exact, load_partitions, pieces
 from rostra.parallel.mesh import DATA, Mesh
 from rostra.parallel.stage import Stage
@@ -70,10 +70,12 @@ class DeepSpeedEngine:
     config: dict[str, Any]
     rows: int = 0  # samples that every rank runs at least: those with fewer run empty ones
     steps: int = 0
+    shape: PretrainedConfig = field(init=False)
     _norm: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
         deepspeed = import_deepspeed(self.device)
+        self.shape = self.model.config
         if not dist.is_initialized():
             backend = "nccl" if self.device.type == "cuda" else "gloo"
             store = dist.HashStore()  # type: ignore[attr-defined]
@@ -90,9 +92,10 @@ class DeepSpeedEngine:
         root = _Root(self.stage, self.device, AUTOCAST.get(self.layout.compute))
         check_nvme(self.config, sum(p.numel() for _, p in self._named))
         try:
-            self._engine, self._zero, _, _ = deepspeed.initialize(
-                model=root, optimizer=self.optimizers.parts[0], config=self.config
-            )
+            with off_standard_output():
+                self._engine, self._zero, _, _ = deepspeed.initialize(
+                    model=root, optimizer=self.optimizers.parts[0], config=self.config
+                )
         except ValidationError as error:
             first = error.errors()[0]
             raise RequestError(
@@ -103,10 +106,6 @@ class DeepSpeedEngine:
     @property
     def model(self) -> PreTrainedModel:
         return self.stage.model
-
-    @property
-    def shape(self) -> PretrainedConfig:
-        return self.stage.model.config
 
     @property
     def place(self) -> tuple[int, int]:

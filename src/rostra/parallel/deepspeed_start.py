@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import sys
 import warnings
+from contextlib import AbstractContextManager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from rostra.config.schema import OptimizerSection
 from rostra.errors import RequestError
 from rostra.layout import Layout
 from rostra.optim import Optimizers, make_optimizers
-from rostra.parallel.deepspeed_state import Named, exact
+from rostra.parallel.deepspeed_state import Named
 from rostra.pieces import Reader, fill
 
 
@@ -39,6 +41,11 @@ def import_deepspeed(device: torch.device) -> Any:
     warnings.filterwarnings("ignore", r".*is deprecated", FutureWarning, r"torch\.distributed")
     deepspeed.utils.logger.setLevel(logging.WARNING)
     return deepspeed
+
+
+def off_standard_output() -> AbstractContextManager[Any]:
+    """DeepSpeed prints what it compiles; standard output is for results."""
+    return redirect_stdout(sys.stderr)
 
 
 def make_deepspeed_optimizers(
@@ -69,7 +76,8 @@ def make_deepspeed_optimizers(
     ]
     betas = (section.beta1, section.beta2)
     try:
-        part = adam(groups, lr=section.learning_rate, betas=betas, eps=section.epsilon)
+        with off_standard_output():
+            part = adam(groups, lr=section.learning_rate, betas=betas, eps=section.epsilon)
     except RuntimeError as error:
         raise RequestError(
             "memory.offload.optimizer: DeepSpeed's Adam for the host could not be compiled "
@@ -96,21 +104,22 @@ def materialize_cut(
     """
     deepspeed = import_deepspeed(device)
     check_nvme(config, sum(p.numel() for p in model.parameters()))
-    scatter = deepspeed.zero.Init(module=nn.Module(), config_dict_or_path=config)
-    known, made = set(weights.names()), dict[int, nn.Parameter]()
+    with off_standard_output():
+        scatter = deepspeed.zero.Init(module=nn.Module(), config_dict_or_path=config)
+    made: dict[int, nn.Parameter] = {}
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
         for name, old in list(module.named_parameters(recurse=False)):
             if id(old) not in made:  # tied ones stay one
                 made[id(old)] = nn.Parameter(torch.empty_like(old, device=device))
                 if dist.get_rank() == 0:
-                    fill(made[id(old)], weights, exact(f"model/{prefix}{name}", known))
+                    fill(made[id(old)], weights, f"{prefix}{name}")
                 scatter._convert_to_zero_parameters([made[id(old)]])
             setattr(module, name, made[id(old)])
         for name, buffer in list(module.named_buffers(recurse=False)):
             if buffer.is_meta:
                 module._buffers[name] = torch.empty_like(buffer, device=device)
-                fill(module._buffers[name], weights, f"model/{prefix}{name}")
+                fill(module._buffers[name], weights, f"{prefix}{name}")
 
 
 def check_nvme(config: dict[str, Any], parameters: int) -> None:

@@ -55,6 +55,10 @@ class Engine(Protocol):
         """Take the weights of another run, by the names of the parameters."""
         ...
 
+    def close(self) -> None:
+        """Let go of what outlives the process group otherwise."""
+        ...
+
     def measured(self) -> tuple[nn.Module, list[Optimizer]]:
         """What `rostra.memory.measure` looks at."""
         ...

@@ -48,8 +48,8 @@ def check_pipeline(layout: Layout, layers: int) -> None:
     """Refuse, before anything is built, what the schedule cannot run.
 
     `layers` is the number of the model's decoder layers. Raises RequestError for more stages
-    than layers, a number of micro batches the schedule cannot take (with the nearest that it
-    can), and zero_bubble with a compiled model.
+    than layers, and a number of micro batches the schedule cannot take (with the nearest that
+    it can).
     """
     ranks, stages = layout.pipeline, layout.pipeline * layout.stages
     if ranks == 1:
@@ -60,11 +60,6 @@ def check_pipeline(layout: Layout, layers: int) -> None:
             f"{stages} stages for {layers} layers; the largest that works is "
             f"parallel.pipeline: {layers // layout.stages or layers}"
             + ("" if layers >= layout.stages else " with parallel.stages: 1")
-        )
-    if layout.pipeline_schedule == "zero_bubble" and layout.compile:
-        raise RequestError(
-            "parallel.schedule = zero_bubble: splits the backward pass, which a compiled layer "
-            "does not allow; set train.compile: false, or parallel.schedule: 1f1b"
         )
     given = layout.accumulation
     if _takes(layout, given):

@@ -112,7 +112,7 @@ def load_pieces(
                     f"another shape than {tuple(tensor.shape)}"
                 )
             fill(tensor, reader, source)
-    for held in gradients.masters:
+    for held in gradients.held:  # which may be copies: more exact, or on the host
         source = f"master/{held.name}"
         source = source if source in known else f"model/{held.name}"
         held.value.copy_(reader.read(source, held.offset, tuple(held.value.shape)))

@@ -141,5 +141,8 @@ class TorchEngine:
             self.scale = LossScale(**values["scale"])
         self.steps = values["steps"]
 
+    def close(self) -> None:
+        pass
+
     def measured(self) -> tuple[nn.Module, list[Optimizer]]:
         return nn.ModuleList(self.stages), self.optimizers.parts

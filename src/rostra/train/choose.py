@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from rostra.config import Config
-from rostra.config.schema import ParallelTable
+from rostra.config.deepspeed import layout_keys, read_deepspeed
+from rostra.config.schema import MemorySection, ParallelTable
 from rostra.errors import RequestError
 from rostra.hardware import can_compile, supports
-from rostra.layout import Compute, Layout, refusals
+from rostra.layout import AXES, Compute, Layout, explain
 
 COMPILE_SECONDS = 40.0  # seen on CPUs for compiled layers and loss, forward and backward
 COMPILE_GAIN = 0.3  # share of an uncompiled step that compiling saves at the least
@@ -35,6 +36,8 @@ def choose_layout(
     """
     size, memory = config.train.global_batch_size, config.memory
     table = config.parallel if config.parallel != "auto" else _simple(device, parameters, ranks)
+    if table.deepspeed is not None:
+        table, memory = _as_in_file(table, memory)
     axes = choose_axes(table, ranks)
     rows = math.ceil(size / (axes["replicate"] * axes["shard"]))
     micro = _micro_batch(config, device, axes, rows)
@@ -54,7 +57,8 @@ def choose_layout(
         micro_batch=micro,
         accumulation=math.ceil(rows / micro),
         engine=table.engine,
-        pipeline_schedule=(table.schedule or "1f1b") if axes["pipeline"] > 1 else "none",
+        context_method=table.context_method if axes["context"] > 1 else "ulysses",
+        pipeline_schedule=table.schedule or ("1f1b" if axes["pipeline"] > 1 else "none"),
         stages=table.stages,
         activation_checkpointing=memory.activation_checkpointing,
         offload_parameters=memory.offload.parameters,
@@ -66,9 +70,27 @@ def choose_layout(
         compile=compiled,
         **axes,
     )
-    if refused := refusals(layout):
-        raise RequestError("parallel: " + "; ".join(rule.reason for rule in refused))
+    if refused := explain(layout):
+        raise RequestError(refused)
     return layout
+
+
+def _as_in_file(table: ParallelTable, memory: MemorySection) -> tuple[ParallelTable, MemorySection]:
+    """With what a DeepSpeed file decides, where the config leaves it open."""
+    assert table.deepspeed is not None
+    found = layout_keys(read_deepspeed(table.deepspeed))
+    sharding = table.sharding or found.get("sharding")
+    offload = memory.offload.model_copy(
+        update={
+            kind: found[f"offload_{kind}"]
+            for kind in ("parameters", "optimizer")
+            if getattr(memory.offload, kind) == "none" and f"offload_{kind}" in found
+        }
+    )
+    return (
+        table.model_copy(update={"sharding": sharding}),
+        memory.model_copy(update={"offload": offload}),
+    )
 
 
 def choose_axes(table: ParallelTable, ranks: int) -> dict[str, Any]:
@@ -81,9 +103,11 @@ def choose_axes(table: ParallelTable, ranks: int) -> dict[str, Any]:
     given = table.replicate or table.shard
     asked = split * (table.replicate or 1) * (table.shard or 1)
     if over or (given and asked != ranks):
-        wanted = asked if given else split
+        wanted = asked if given else split * max(1, round(ranks / split))
+        asking = [f"parallel.{name} = {n}" for name in AXES if (n := getattr(table, name) or 1) > 1]
         raise RequestError(
-            f"parallel: its axes make up {wanted} ranks, and {ranks} were started; start {wanted} "
+            f"{', '.join(asking) or 'parallel'}: these axes make up {asked} ranks"
+            f"{'' if given else ' or a multiple'}, and {ranks} were started; start {wanted} "
             f"(`--workers {wanted}` on this machine), or change the axes"
         )
     sharding = table.sharding

@@ -120,7 +120,7 @@ class _Training:
             checkpoint.restore(self.engine)
             self.loop.position = checkpoint.position
         else:
-            torch.manual_seed(config.run.seed)
+            torch.manual_seed(config.run.seed + self.engine.place[0])  # of dropout
             if origin is not None:
                 start_from(origin, self.engine, self.prepared.tokenizer_hash, config.optimizer.name)
         self.evaluator = Evaluator(config, self.prepared, self.engine, events)
@@ -155,6 +155,7 @@ class _Training:
         folder = self.folder
         on_first_rank(self._write_down)
         with contextlib.ExitStack() as closing:
+            closing.callback(self.engine.close)
             if this_rank() == 0:
                 lines.open(folder.events)
                 closing.callback(lines.close)

@@ -1,0 +1,37 @@
+"""What this model or this config does not allow of a layout, beside the one table."""
+
+from __future__ import annotations
+
+from transformers import PretrainedConfig
+
+from rostra.config import Config
+from rostra.errors import RequestError
+from rostra.layout import Layout
+from rostra.parallel.context import check_context
+from rostra.parallel.pipeline import check_pipeline
+from rostra.parallel.pipeline_split import check_stages
+from rostra.parallel.tensor import check_tensor
+
+
+def check_layout(config: Config, layout: Layout, shape: PretrainedConfig) -> None:
+    """Raises RequestError for what this model or this config does not allow of a layout."""
+    length, size = config.data.sequence_length, config.train.global_batch_size
+    check_tensor(shape, layout.tensor, length // layout.context)
+    check_context(shape, layout.context, length, layout.tensor, layout.context_method)
+    check_pipeline(layout, shape.get_text_config().num_hidden_layers)
+    if layout.pipeline > 1:
+        check_stages(shape)
+    name = config.optimizer.name
+    parts = layout.sharding != "no_shard" and layout.shard * layout.context > 1
+    if name in ("muon", "adafactor") and (parts or layout.tensor > 1):
+        raise RequestError(
+            f"optimizer.name = {name}: needs whole matrices, and "
+            f"{layout.in_config(('sharding', 'tensor'))} cut them up; use adamw, or "
+            "parallel.sharding: no_shard with parallel.tensor: 1"
+        )
+    if layout.data > size:
+        raise RequestError(
+            f"train.global_batch_size = {size}: leaves some of the {layout.data} data ranks "
+            f"(parallel.replicate x parallel.shard) without a sample; set it to {layout.data} "
+            "or more"
+        )

@@ -1,0 +1,83 @@
+"""The stages of a rank: the transforms of a layout on an unchanged model, in their order.
+
+cut into pipeline stages → fp8 → tensor → context → activation checkpointing → compile → shard.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from functools import partial
+
+from transformers import PreTrainedModel
+
+from rostra.build.objective import context_inputs, make_loss, whole_inputs
+from rostra.config import Config
+from rostra.layout import SHARDED, Layout
+from rostra.models import output_head
+from rostra.parallel import Inputs, Mesh, Stage
+from rostra.parallel.activations import checkpoint_activations
+from rostra.parallel.context import split_context
+from rostra.parallel.float8 import to_float8
+from rostra.parallel.pipeline_split import (
+    balance,
+    layer_costs,
+    own_layers,
+    split_layers,
+    tied_aliases,
+)
+from rostra.parallel.ring import split_ring
+from rostra.parallel.sharded import shard
+from rostra.parallel.tensor import split_tensors
+
+
+def cut_stages(
+    model: PreTrainedModel, layout: Layout, mesh: Mesh
+) -> Iterator[tuple[PreTrainedModel, bool, bool]]:
+    """The model of each pipeline stage of this rank, and whether it is the first, the last."""
+    count = layout.pipeline * layout.stages
+    if count == 1:
+        yield model, True, True
+        return
+    cuts = balance(layer_costs(model), count)
+    for index in range(layout.stages):
+        place = index * layout.pipeline + mesh.coordinate("pipeline")
+        part = copy.deepcopy(model) if index < layout.stages - 1 else model
+        split_layers(part, place, count, cuts)
+        yield part, place == 0, place == count - 1
+
+
+def place_stage(
+    model: PreTrainedModel,
+    config: Config,
+    layout: Layout,
+    mesh: Mesh,
+    splits: bool,
+    first: bool,
+    last: bool,
+) -> Stage:
+    """The transforms of one stage, in their order, on a model that is cut already."""
+    isolate, chunk = config.data.isolate_documents, config.train.loss_chunk
+    inputs: Inputs = partial(whole_inputs, isolate=isolate)
+    head = output_head(model) if splits and last else None
+    aliases = tied_aliases(model) if layout.pipeline > 1 else {}
+    if layout.compute == "fp8":
+        to_float8(model)
+    if layout.tensor > 1:
+        split_tensors(model, mesh.part("tensor"), last=last)
+    if layout.context > 1:
+        split = split_ring if layout.context_method == "ring" else split_context
+        inputs = partial(context_inputs, split(model, mesh.part("context")), isolate)
+    checkpoint_activations(model, layout.activation_checkpointing)
+    if layout.compile:
+        compile_layers(model)
+    stage = Stage(model, make_loss(head, chunk, layout.compile), inputs, first, last, aliases)
+    if layout.engine == "torch" and layout.sharding in SHARDED and mesh.grid is not None:
+        shard(stage, own_layers(model), mesh, layout)
+    return stage
+
+
+def compile_layers(model: PreTrainedModel) -> None:
+    """Compile each transformer layer by itself: the layers share one compiled graph."""
+    for layer in own_layers(model):
+        layer.compile(dynamic=False)

@@ -1,0 +1,301 @@
+"""A rank of any layout, built and run for one step in this process without any memory.
+
+The process group is PyTorch's `fake` one, which takes any rank and world size and sends nothing;
+tensors have shapes and no values. What is built is the engine that would train, so a layout that
+cannot be built or run fails here as it would on the cluster: on a laptop, before it costs.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+    is_traceable_wrapper_subclass_type,
+)
+from torch.utils._pytree import tree_leaves
+from transformers import PretrainedConfig, PreTrainedModel
+
+from rostra.batch import Batch
+from rostra.build import build_engine
+from rostra.config import Config
+from rostra.errors import RequestError
+from rostra.events import Events
+from rostra.layout import Layout, refusals
+from rostra.memory import KINDS
+from rostra.models.weights import model_on_meta
+from rostra.parallel import TorchEngine
+from rostra.parallel.held import local
+from rostra.parallel.in_backward import InBackwardEngine
+from rostra.parallel.single import OnHost
+from rostra.parallel.torch_engine import AUTOCAST
+
+CPU = torch.device("cpu")
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What one rank of a layout holds and does in a step of one micro batch.
+
+    `bytes` has parameters (buffers included), gradients, optimizer, activations, and their
+    `total`: what is there at once at the peak of the forward and backward pass, with the
+    optimizer's states, which come into being later, added. Activations are all that is none of
+    the others: saved tensors, logits, parameters gathered from other ranks. In a pipeline each
+    stage of the rank runs alone, so they are those of one micro batch; a schedule keeps several.
+    `collectives` counts calls by kind, without what stages send each other.
+    """
+
+    rank: int
+    parameters: int  # numbers held, those of other ranks not among them
+    bytes: dict[str, int]
+    collectives: dict[str, int]
+    seconds: float
+
+
+def dry_run(config: Config, layout: Layout, shape: PretrainedConfig, rank: int = 0) -> DryRun:
+    """Build `rank` of `layout` for a model of `shape` as training does, and run a step of it.
+
+    One micro batch goes forward and backward through each stage of the rank, and the optimizer
+    takes a step. No memory is taken, and nothing is computed or sent. The device is the CPU:
+    attention is that of the CPU, layers are not compiled, fp8 is taken as bf16.
+
+    Raises RequestError for what cannot be trained: a layout that the table of combinations
+    refuses, or this model does not allow; a rank that there is not; the deepspeed engine; or
+    in a process that has a process group already.
+    """
+    began = time.perf_counter()
+    _check(layout, rank)
+    computed = "bf16" if layout.compute == "fp8" else layout.compute
+    layout = replace(layout, compile=False, compute=computed)
+    with _fake_group(rank, layout.world_size):
+        fake, watch = FakeTensorMode(allow_non_fake_inputs=True), _Watch()
+        model = model_on_meta(shape)
+        weights, memory = _Unwritten(model), _traced(fake, watch)
+        engine = build_engine(config, layout, model, CPU, 1, Events(), weights, memory)
+        assert isinstance(engine, TorchEngine)
+        built = len(watch.changes)
+        with _traced(fake, watch):
+            kinds = _step(engine, config.data.sequence_length, watch)
+        kept = {"optimizer", "gradients"} if layout.accumulation > 1 else {"optimizer"}
+        return DryRun(
+            rank=rank,
+            parameters=sum(local(x).numel() for s in engine.stages for x in s.parameters()),
+            bytes=watch.at_peak(kinds, built, kept),
+            collectives=dict(watch.calls),
+            seconds=time.perf_counter() - began,
+        )
+
+
+def _check(layout: Layout, rank: int) -> None:
+    for rule in refusals(layout):
+        raise RequestError(f"parallel: {rule.reason}")
+    if not 0 <= rank < layout.world_size:
+        raise RequestError(
+            f"rank = {rank}: this layout has {layout.world_size} ranks; give 0 to "
+            f"{layout.world_size - 1}"
+        )
+    if layout.engine != "torch":
+        raise RequestError(
+            f"parallel.engine = {layout.engine}: starts processes of its own, which cannot be "
+            "tried without them; a dry run takes parallel.engine: torch"
+        )
+    if dist.is_initialized():
+        raise RequestError(
+            "a dry run stands for all ranks by itself, and this process is one of a group "
+            "already; run it in one process"
+        )
+
+
+@contextmanager
+def _fake_group(rank: int, ranks: int) -> Iterator[None]:
+    """This process as `rank` of `ranks` that only seem to be there; one rank is no group."""
+    if ranks == 1:
+        yield
+        return
+    dist.init_process_group("fake", rank=rank, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        _clear_sharding_prop_cache()  # DTensor's, which names groups that are no more
+
+
+@contextmanager
+def _traced(fake: FakeTensorMode, watch: _Watch) -> Iterator[None]:
+    with fake, watch:
+        yield
+
+
+class _Unwritten:
+    """A Reader of the weights that `model` will have, which nobody has made."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        named = (*model.named_parameters(), *model.named_buffers())
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in named}
+
+    def names(self) -> Iterable[str]:
+        return list(self._shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def read(self, name: str, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
+        return torch.empty(size)
+
+
+def _step(engine: TorchEngine, length: int, watch: _Watch) -> dict[str, set[int]]:
+    """The optimizer step of one micro batch; gives the blocks of each kind but activations."""
+    with _updates(engine):
+        _run_stages(engine, length)
+    engine.gradients.collect()
+    gradients = engine.gradients
+    updated = [held.value for held in gradients.held]
+    if isinstance(gradients, OnHost):  # and what those on the host stand for
+        updated += [held.value for held in gradients.inner.held]
+    kinds = {"gradients": watch.blocks(x.grad for x in updated)}
+    engine.optimizers.step()
+    engine.gradients.publish()
+    states = tree_leaves([dict(part.state) for part in engine.optimizers.parts])
+    kinds["optimizer"] = watch.blocks([*states, *updated])
+    own = [x for stage in engine.stages for x in (*stage.parameters(), *stage.buffers())]
+    kinds["parameters"] = watch.blocks(own)
+    return kinds
+
+
+def _updates(engine: TorchEngine) -> AbstractContextManager[None]:
+    """Around a backward pass in which the optimizer steps; around others, nothing."""
+    if isinstance(engine, InBackwardEngine):
+        return engine.updates.updating(1.0)
+    return nullcontext()
+
+
+def _run_stages(engine: TorchEngine, length: int) -> None:
+    """A micro batch of `length` positions forward and backward through each stage alone: the
+    schedules of a pipeline wait for what other ranks send."""
+    layout, width = engine.layout, engine.shape.get_text_config().hidden_size
+    tokens = torch.zeros(layout.micro_batch, length, dtype=torch.int64)
+    positions = torch.arange(length).expand(layout.micro_batch, -1)
+    batch = Batch(tokens, tokens.clone(), positions)
+    between = (layout.micro_batch, length // layout.context, width)
+    sent = torch.bfloat16 if layout.compute == "bf16_pure" else torch.float32
+    computed = AUTOCAST.get(layout.compute)
+    engine.gradients.before(last=True)
+    for stage in engine.stages:
+        stage.begin(1.0)
+        hidden = () if stage.first else (torch.empty(between, dtype=sent, requires_grad=True),)
+        with torch.autocast(CPU.type, computed, enabled=computed is not None):
+            out = stage(*hidden, **batch.tensors())
+            out.backward(torch.ones_like(out))
+
+
+class _Watch(TorchDispatchMode):
+    """Sees every operation on plain tensors: which memory lives when, and what is sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self.changes: list[tuple[int, int]] = []  # block, and bytes taken or, negative, given back
+        self._live: dict[int, _Block] = {}  # by the storage's address
+        self._blocks = self._now = self._highest = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if any(is_traceable_wrapper_subclass_type(t) for t in types):
+            return NotImplemented  # what a DTensor or a low-bit tensor is made of comes here
+        result = function(*args, **(kwargs or {}))
+        if function.namespace in ("c10d", "_c10d_functional"):
+            name = function.overloadpacket.__name__.replace("_", "")
+            self.calls.update(k for k in COLLECTIVES if name.startswith(k.replace("_", "")))
+        for x in tree_leaves((args, kwargs, result)):
+            if isinstance(x, Tensor) and x.device.type != "meta":
+                self._see(x.untyped_storage())
+        if self._now > self._highest or function.namespace in ("c10d", "fsdp"):
+            # FSDP gives back what it has gathered by resizing it to nothing, which no operation
+            # tells: look before a new maximum, and when it gathers or reduces the next layer
+            for block in list(self._live.values()):
+                self._resize(block)
+            self._highest = max(self._highest, self._now)
+        return result
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        address = storage._cdata
+        if address not in self._live:
+            self._blocks += 1
+            block = _Block(self._blocks, weakref.ref(storage, lambda _: self._end(address)))
+            self._live[address] = block
+        self._resize(self._live[address])
+
+    def _end(self, address: int) -> None:
+        block = self._live.pop(address)
+        self._change(block, 0)
+
+    def _resize(self, block: _Block) -> None:
+        storage = block.storage()
+        if storage is not None and storage.nbytes() != block.bytes:
+            self._change(block, storage.nbytes())
+
+    def _change(self, block: _Block, size: int) -> None:
+        self.changes.append((block.number, size - block.bytes))
+        self._now += size - block.bytes
+        block.bytes = size
+
+    def blocks(self, tensors: Iterable[Any]) -> set[int]:
+        """Those that hold `tensors` now; whatever else is among them holds none."""
+        found = set()
+        for tensor in tensors:
+            for part in _plain(tensor) if isinstance(tensor, Tensor) else ():
+                if (block := self._live.get(part.untyped_storage()._cdata)) is not None:
+                    found.add(block.number)
+        return found
+
+    def at_peak(self, kinds: Mapping[str, set[int]], built: int, kept: set[str]) -> dict[str, int]:
+        """Bytes by kind, and their `total`, when it was largest after the first `built` changes.
+
+        A block is of the first of KINDS that names it; the rest are activations. Blocks of the
+        `kept` kinds count from the beginning: the step before, or micro batch, has left them.
+        """
+        kind_of = {n: kind for kind in reversed(KINDS) for n in kinds.get(kind, ())}
+        now = dict.fromkeys(KINDS, 0)
+        for number, size in self.changes:
+            if (kind := kind_of.get(number)) in kept:
+                now[kind] += size
+        peak: dict[str, int] = {}
+        for index, (number, size) in enumerate(self.changes):
+            if (kind := kind_of.get(number, "activations")) not in kept:
+                now[kind] += size
+            if index >= built and sum(now.values()) > sum(peak.values()):
+                peak = dict(now)
+        return {**peak, "total": sum(peak.values())}
+
+
+@dataclass
+class _Block:
+    """Memory of one storage."""
+
+    number: int
+    storage: weakref.ref[torch.UntypedStorage]
+    bytes: int = 0
+
+
+def _plain(tensor: Tensor) -> Iterator[Tensor]:
+    """What holds the bytes: a rank's part of a DTensor, codes and scales of a low-bit one."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        if isinstance(inner := getattr(tensor, name), Tensor):
+            yield from _plain(inner)

@@ -1,0 +1,328 @@
+"""Ring attention computes what one process computes, and every rank has the same to do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from common import difference, run
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.masking_utils import sdpa_mask, sliding_window_causal_mask_function
+
+from ranks import Ranks
+from rostra.batch import IGNORE, Batch
+from rostra.errors import RequestError
+from rostra.models import decoder_layers
+from rostra.optim import cross_entropy_sum
+from rostra.parallel import ring as ring_module
+from rostra.parallel.activations import checkpoint_activations
+from rostra.parallel.communication import count_communication
+from rostra.parallel.context import check_context
+from rostra.parallel.ring import Ring, first_keys, split_ring
+
+VOCABULARY, LENGTH, SAMPLES = 97, 32, 2
+FAMILIES = ["llama", "mistral", "gemma2", "gemma3_text", "gpt2"]
+
+
+def config_of(family: str, heads: int = 3, kv_heads: int = 1, dropout: float = 0.0) -> Any:
+    if family == "gpt2":
+        dropouts = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), dropout)
+        sizes: dict[str, Any] = {"n_embd": 8 * heads, "n_layer": 2, "n_head": heads, **dropouts}
+    else:
+        sizes = {
+            "hidden_size": 8 * heads,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "head_dim": 8,
+            "attention_dropout": dropout,
+        }
+    if family in {"mistral", "gemma2", "gemma3_text"}:
+        sizes["sliding_window"] = 7  # longer than a chunk of 4, shorter than one of 8
+    if family in {"gemma2", "gemma3_text"}:
+        sizes |= {"layer_types": ["sliding_attention", "full_attention"], "pad_token_id": 0}
+    if family == "gemma2":
+        sizes["attn_logit_softcapping"] = 0.5  # low, so that it bends
+    return AutoConfig.for_model(family, vocab_size=VOCABULARY, initializer_range=0.1, **sizes)
+
+
+def model_of(config: PretrainedConfig) -> PreTrainedModel:
+    torch.manual_seed(1)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
+
+
+def batch_of() -> Batch:
+    """Documents that end within chunks and at their borders; ranks of unequal targets."""
+    tokens = torch.randint(
+        1, VOCABULARY, (SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(7)
+    )
+    labels = tokens[:, 1:].clone()
+    labels[0, :6] = IGNORE
+    positions = torch.arange(LENGTH).repeat(SAMPLES, 1)
+    for row, begins in enumerate([(3, 8, 21), (10,)]):
+        for begin in begins:
+            positions[row, begin:] = torch.arange(LENGTH - begin)
+    return Batch(tokens[:, :-1].contiguous(), labels, positions)
+
+
+Found = tuple[float, dict[str, torch.Tensor]]
+
+
+def gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def alone(config: PretrainedConfig, batch: Batch, isolate: bool) -> Found:
+    """Loss and gradients of one process with transformers' own eager attention."""
+    model = model_of(config)
+    positions = {"position_ids": batch.position_ids} if isolate else {}
+    logits = model(input_ids=batch.input_ids, use_cache=False, **positions).logits
+    loss = cross_entropy_sum(logits, batch.labels) / batch.targets
+    loss.backward()
+    return loss.item(), gradients(model)
+
+
+def split(model: PreTrainedModel, batch: Batch, isolate: bool, autocast: bool = False) -> Found:
+    """The same by all ranks together; the model may have been wrapped before."""
+    ring = split_ring(model, init_device_mesh("cpu", (dist.get_world_size(),)))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        logits = model(**ring.inputs(batch, isolate)).logits
+    loss = cross_entropy_sum(logits, ring.part(batch.labels)) / batch.targets
+    loss.backward()
+    total = loss.detach().clone()
+    for tensor in [total, *(p.grad for p in model.parameters() if p.grad is not None)]:
+        dist.all_reduce(tensor)
+    return total.item(), gradients(model)
+
+
+def assert_same(found: Found, expected: Found, tolerance: float = 1e-5) -> None:
+    assert found[0] == pytest.approx(expected[0], abs=tolerance)
+    assert found[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        torch.testing.assert_close(
+            found[1][name], gradient, atol=tolerance, rtol=tolerance, msg=lambda m, n=name: n + m
+        )
+
+
+def agrees(family: str, isolate: bool, rows: int = 256, keys: int = 1024) -> None:
+    ring_module._ROWS, ring_module._KEYS = rows, keys
+    try:
+        config, batch = config_of(family), batch_of()
+        assert_same(split(model_of(config), batch, isolate), alone(config, batch, isolate))
+    finally:
+        ring_module._ROWS, ring_module._KEYS = 256, 1024
+
+
+@pytest.mark.parametrize("isolate", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("size", [2, 4])
+def test_equals_one_process(ranks: Ranks, size: int, family: str, isolate: bool) -> None:
+    """Three query heads on one key head: neither can be dealt out to two ranks."""
+    ranks.run(size, agrees, family, isolate)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "mistral"])
+def test_a_chunk_may_have_several_blocks(ranks: Ranks, family: str) -> None:
+    for isolate in (True, False):
+        ranks.run(2, agrees, family, isolate, 3, 5)
+
+
+def under_autocast() -> None:
+    config, batch = config_of("llama"), batch_of()
+    with count_communication() as sent:
+        found = split(model_of(config), batch, True, autocast=True)
+    assert_same(found, alone(config, batch, True), tolerance=0.05)
+    part = SAMPLES * LENGTH // 2 * 2 * 8  # of keys and values
+    assert sent["send"].bytes == 2 * part * (2 + 2 + 4)  # gradients travel in float32
+
+
+def test_autocast_is_near_and_keys_travel_in_16_bits(ranks: Ranks) -> None:
+    ranks.run(2, under_autocast)
+
+
+def checkpointed(mode: str) -> None:
+    config, batch = config_of("gemma3_text"), batch_of()
+    model = model_of(config)
+    checkpoint_activations(model, mode)
+    assert_same(split(model, batch, True), alone(config, batch, True))
+
+
+@pytest.mark.parametrize("mode", ["full", "selective:attention", "selective:operations", "offload"])
+def test_layers_may_be_checkpointed(ranks: Ranks, mode: str) -> None:
+    ranks.run(2, checkpointed, mode)
+
+
+def compiled(mode: str) -> None:
+    config, batch = config_of("gemma3_text"), batch_of()
+    model = model_of(config)
+    checkpoint_activations(model, mode)
+    for layer in decoder_layers(model):
+        layer.compile(dynamic=False, backend="aot_eager")
+    assert_same(split(model, batch, True), alone(config, batch, True))
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_layers_may_be_compiled(ranks: Ranks, mode: str) -> None:
+    ranks.run(2, compiled, mode)
+
+
+def sends() -> list[tuple[int, int]]:
+    """Sends of two layers and their bytes: forward, backward."""
+    batch, model = batch_of(), model_of(config_of("llama"))
+    ring = split_ring(model, dist.group.WORLD)
+    with count_communication() as forward:
+        loss = model(**ring.inputs(batch, True)).logits.sum()
+    with count_communication() as backward:
+        loss.backward()
+    assert set(forward) == set(backward) == {"send"}
+    return [(x["send"].number, x["send"].bytes) for x in (forward, backward)]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_layer_sends_once_a_hop_forward_and_twice_backward(ranks: Ranks, size: int) -> None:
+    """Keys and values of one head, not of the three that queries have."""
+    hops = 2 * (size - 1)
+    part = SAMPLES * LENGTH // size * 2 * 8 * 4
+    assert ranks.run(size, sends) == [[(hops, hops * part), (2 * hops, 2 * hops * part)]] * size
+
+
+def ring_of(size: int, rank: int) -> Ring:
+    return Ring(group=None, size=size, rank=rank, config=None, masks=None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_no_block_is_computed_that_no_query_sees_and_ranks_have_equal_work(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ring_module, "_ROWS", 16)
+    monkeypatch.setattr(ring_module, "_KEYS", 16)
+    size, length = 4, 512
+    seen = torch.ones(length, length, dtype=torch.bool).tril()
+    if window is not None:
+        seen &= ~torch.ones(length, length, dtype=torch.bool).tril(-window)
+    steps = torch.zeros(size, size, dtype=torch.int64)  # blocks by rank and hop
+    left = seen.clone()
+    for rank in range(size):
+        ring = ring_of(size, rank)
+        own = ring.part(torch.arange(length)[None])[0]
+        for source in range(size):
+            theirs = ring_of(size, source).part(torch.arange(length)[None])[0]
+            for block in ring.blocks(source, length // size, window):
+                assert own[block.rows].tolist() == list(block.queries)
+                assert theirs[block.columns].tolist() == list(block.keys)
+                there = slice(block.queries.start, block.queries.stop)
+                keys = slice(block.keys.start, block.keys.stop)
+                assert seen[there, keys].any()
+                left[there, keys] = False
+                steps[rank, (rank - source) % size] += 1
+    assert not left.any()
+    if window is None:
+        assert (steps == steps[0]).all(), steps  # each rank as much, at each hop
+
+
+def test_first_keys_are_those_of_the_whole_mask() -> None:
+    """Of windows within documents, without ever making the mask of T x T."""
+    batch = batch_of()
+    documents = (batch.position_ids == 0).cumsum(1)
+    window = sliding_window_causal_mask_function(6)
+
+    def mask(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return window(b, h, q, k) & (documents[b, q] == documents[b, k])
+
+    sizes = {"batch_size": SAMPLES, "q_length": LENGTH, "kv_length": LENGTH}
+    whole = sdpa_mask(**sizes, mask_function=mask, allow_is_causal_skip=False)
+    assert whole is not None
+    found = first_keys(**sizes, mask_function=mask)
+    assert found.dtype == torch.int32
+    assert torch.equal(found[..., 0].long(), whole.int().argmax(-1))
+    assert first_keys(**sizes).shape == (1, 1, 1, 1)
+
+
+@cache
+def one_process(architecture: str, compute: str) -> dict[str, Any]:
+    return run(architecture, {"micro_batch": 8, "accumulation": 1, "compute": compute})
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "alone": {},
+    "four": {"context": 4},
+    "full_shard over it": {"sharding": "full_shard"},
+    "x full_shard": {"shard": 2, "sharding": "full_shard"},
+    "x ddp": {"replicate": 2},
+    "x tensor": {"tensor": 2},
+    "x pipeline": {"pipeline": 2, "pipeline_schedule": "1f1b"},
+    "x zero bubble": {"pipeline": 2, "pipeline_schedule": "zero_bubble", "stages": 2},
+    "recomputed": {"activation_checkpointing": "full"},
+    "bf16": {"compute": "bf16"},
+}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_equals_one_process(ranks: Ranks, name: str, architecture: str) -> None:
+    layout = {
+        "micro_batch": 2, "accumulation": 4, "context": 2, "context_method": "ring",
+        **LAYOUTS[name],
+    }  # fmt: skip
+    half = layout.get("compute", "fp32") != "fp32"
+    size = layout["context"]
+    for axis in ("replicate", "shard", "tensor", "pipeline"):
+        size *= layout.get(axis, 1)
+    expected = one_process(architecture, layout.get("compute", "fp32"))
+    for found in ranks.run(size, run, architecture, layout):
+        assert found["tokens"] == expected["tokens"]
+        apart = difference(expected, found)
+        assert apart["loss"] < (2e-2 if half else 1e-5), apart
+        assert apart["norm"] < (5e-2 if half else 1e-4), apart
+        assert apart["parameters"] < (2e-2 if half else 1e-4), apart
+
+
+@pytest.mark.parametrize(
+    ("config", "size", "length", "message"),
+    [
+        (config_of("llama"), 2, 30, r"data.sequence_length \(30\); set parallel.context: 1"),
+        (config_of("llama"), 4, 20, r"parallel.context: 2$"),
+        (config_of("llama", dropout=0.1), 2, 32, "dropout.*context_method: ulysses"),
+        (config_of("gpt2", dropout=0.1), 2, 32, "dropout.*context_method: ulysses"),
+        (AutoConfig.for_model("rwkv"), 2, 32, "without attention"),
+        (AutoConfig.for_model("qwen3_next"), 2, 32, "linear_attention layers"),
+    ],
+)
+def test_refuses_what_cannot_be_split(
+    config: PretrainedConfig, size: int, length: int, message: str
+) -> None:
+    with pytest.raises(RequestError, match=message):
+        check_context(config, size, length, method="ring")
+
+
+def test_is_what_works_when_heads_do_not_divide() -> None:
+    with pytest.raises(RequestError, match=r"3 query heads; set parallel.context: 1, or .*: ring"):
+        check_context(config_of("llama"), 2, 32)
+    check_context(config_of("llama"), 2, 32, method="ring")
+    with pytest.raises(RequestError, match=r"parallel.context: 1$"):
+        check_context(config_of("llama"), 2, 30)
+
+
+def refused(family: str) -> None:
+    """Sinks of heads; no attention interface; a mask that looks ahead."""
+    small = {"vocab_size": 9, "hidden_size": 32, "num_hidden_layers": 1, "pad_token_id": 0}
+    if family == "gpt_oss":
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+        small |= heads | {"num_local_experts": 2, "intermediate_size": 8}
+    config = AutoConfig.for_model(family, **small)
+    config.use_bidirectional_attention = family == "gemma3_text"
+    batch = replace(batch_of(), input_ids=torch.zeros(SAMPLES, LENGTH, dtype=torch.int64))
+    with pytest.raises(RequestError, match=r"parallel\.context = 2"):
+        model = model_of(config)
+        model(**split_ring(model, dist.group.WORLD).inputs(batch, True))
+
+
+@pytest.mark.parametrize("family", ["bloom", "mamba", "gpt_oss", "gemma3_text"])
+def test_refuses_models_of_other_attention(ranks: Ranks, family: str) -> None:
+    ranks.run(2, refused, family)

@@ -1,0 +1,297 @@
+"""The command line with several ranks: from a config to its final model, stopped, killed, resumed
+under another layout, refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from rostra import Run
+from rostra.checkpoint import open_checkpoint
+from rostra.events import Event, read_events
+from rostra.layout import Layout
+from rostra.store import RunFolder, read_manifest
+
+STEPS = 40
+SHARDED = {"shard": 2}
+
+Values = dict[str, Any]
+Make = Callable[..., tuple[Path, Path]]
+
+
+@pytest.fixture(scope="module")
+def make(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """The config file of a run, and the run's folder; keyword arguments replace keys of a
+    section, or a section. A global batch of 5 is three samples for one of two ranks."""
+    folder = tmp_path_factory.mktemp("runs")
+
+    def write(name: str, **sections: Any) -> tuple[Path, Path]:
+        values: Values = {
+            "run": {"name": name, "output": str(folder / name)},
+            "model": {"preset": "tiny"},
+            "data": {
+                "sources": [{"type": "text", "path": str(corpus)}],
+                "tokenizer": {"vocabulary": 300},
+                "sequence_length": 32,
+                "held_out": 0.2,
+            },
+            "train": {"steps": STEPS, "global_batch_size": 5, "compile": False},
+            "schedule": {"name": "constant", "warmup": 0},
+            "precision": {"compute": "fp32"},
+            "monitor": {"tensorboard": False},
+            "checkpoint": {"every": 9, "keep": 100},
+        }
+        for section, found in sections.items():
+            known = values.get(section)
+            values[section] = {**known, **found} if isinstance(known, dict) else found
+        path = folder / f"{name}.yaml"
+        path.write_text(json.dumps(values))  # JSON is YAML
+        return path, folder / name
+
+    return write
+
+
+def start(
+    config: Path, *more: str, launcher: tuple[str, ...] = (), **environment: str
+) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", *launcher, "rostra.cli", "train", str(config), *more]
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+    )
+
+
+def ended(process: subprocess.Popen[str], code: int) -> str:
+    """What it said on standard error, once it has ended with `code`."""
+    try:
+        _, said = process.communicate(timeout=200)
+    finally:
+        process.kill()  # its ranks go with it
+    assert process.returncode == code, said
+    return said
+
+
+def wait_for_steps(folder: Path, process: subprocess.Popen[str], steps: int) -> None:
+    path = folder / "events.jsonl"
+    while process.poll() is None:
+        if path.exists() and path.read_text().count('"event": "step"') >= steps:
+            return
+        time.sleep(0.02)
+    pytest.fail(f"ended early: {process.communicate()[1]}")
+
+
+def of_kind(path: Path, kind: str) -> list[Event]:
+    return [event for event in read_events(path / "events.jsonl") if event.kind == kind]
+
+
+def losses(path: Path) -> list[float]:
+    """The loss of every step; the later of two lines wins."""
+    found = {event["step"]: event["loss"] for event in of_kind(path, "step")}
+    assert list(found) == list(range(1, len(found) + 1))
+    return list(found.values())
+
+
+def weights(path: Path) -> dict[str, Tensor]:
+    return load_file(path / "model" / "model.safetensors")
+
+
+def assert_same_run(one: Path, two: Path) -> None:
+    """Bit by bit."""
+    assert losses(one) == losses(two)
+    first, second = weights(one), weights(two)
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+def assert_like(one: Path, two: Path) -> None:
+    """Of two layouts: losses in nats, and final weights."""
+    assert losses(one) == pytest.approx(losses(two), rel=0, abs=1e-5)
+    first, second = weights(one), weights(two)
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        assert float((value - second[name]).abs().max()) < 1e-4, name
+
+
+def layout_of(path: Path) -> Layout:
+    """Of the last start of a run."""
+    return Layout.from_dict(of_kind(path, "started")[-1]["layout"])
+
+
+@pytest.fixture(scope="module")
+def alone(make: Make) -> Path:
+    """The run by one process."""
+    config, folder = make("alone")
+    Run.open(config).train()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sharded(make: Make) -> Path:
+    """The run by two ranks that the command line starts, as the config asks for."""
+    config, folder = make("sharded", parallel=SHARDED)
+    ended(start(config), 0)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def stopped(make: Make) -> Path:
+    """The sharded run, longer, and stopped by SIGTERM on its way."""
+    config, folder = make("stopped", parallel=SHARDED, train={"steps": 3000})
+    process = start(config)
+    wait_for_steps(folder, process, 11)
+    process.send_signal(signal.SIGTERM)
+    said = ended(process, 75)
+    assert said.count("start the same command again to go on") == 1, said
+    assert "Traceback" not in said
+    return folder
+
+
+def test_two_ranks_train_what_one_process_trains(alone: Path, sharded: Path) -> None:
+    assert layout_of(alone).world_size == 1
+    assert (layout_of(sharded).shard, layout_of(sharded).sharding) == (2, "full_shard")
+    assert_like(sharded, alone)
+    one, two = (json.loads((path / "summary.json").read_text()) for path in (alone, sharded))
+    assert one.keys() == two.keys()
+    assert one["tokens"] == two["tokens"]
+    assert one["parameters"] == two["parameters"]
+    assert one["bits_per_byte"] == pytest.approx(two["bits_per_byte"], abs=1e-4)
+    assert (sharded / "report.html").exists()
+    assert not (sharded / "lock.json").exists()
+
+
+def test_the_memory_of_each_rank_is_told(alone: Path, sharded: Path) -> None:
+    (one,), (two,) = of_kind(alone, "memory"), of_kind(sharded, "memory")
+    assert len(two["ranks"]) == 2
+    for kind in ("parameters", "optimizer"):
+        assert two["bytes"][kind] == pytest.approx(one["bytes"][kind] / 2, rel=0.02), kind
+
+
+def test_the_final_model_is_the_last_checkpoint_and_loads_in_transformers(sharded: Path) -> None:
+    checkpoint = open_checkpoint(RunFolder(sharded).checkpoint(STEPS))
+    assert checkpoint.ranks == 2
+    reader = checkpoint.reader()
+    model = AutoModelForCausalLM.from_pretrained(sharded / "model", dtype=torch.float32)
+    named = dict(model.named_parameters())
+    assert named.keys() == {
+        name.removeprefix("model/") for name in reader.names() if name.startswith("model/")
+    }
+    for name, parameter in named.items():
+        shape = tuple(parameter.shape)
+        saved = reader.read(f"model/{name}", (0,) * len(shape), shape)
+        assert torch.equal(parameter, saved), name
+
+
+def test_a_stop_is_saved_by_all_ranks_at_one_step(stopped: Path) -> None:
+    folder = RunFolder(stopped)
+    step = folder.steps()[-1]
+    assert of_kind(stopped, "stopped")[-1]["step"] == step == len(losses(stopped))
+    manifest = read_manifest(folder.checkpoint(step))
+    assert manifest is not None
+    assert {"part-0.safetensors", "part-1.safetensors"} <= manifest["files"].keys()
+    assert not (stopped / "model").exists()
+    assert not (stopped / "lock.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "parallel"),
+    [("one", 1, "auto"), ("auto", 2, "auto"), ("zero1", 2, {"shard": 2, "sharding": "zero1"})],
+)
+def test_a_stopped_run_goes_on_under_another_layout(
+    name: str, ranks: int, parallel: Any, make: Make, stopped: Path
+) -> None:
+    """Also under `--workers 2`, which are copies when nothing is said of parallelism."""
+    end = RunFolder(stopped).steps()[-1] + 5
+    config, folder = make(f"resumed-{name}", parallel=parallel, train={"steps": end})
+    shutil.copytree(stopped, folder)
+    if ranks == 1:
+        Run.open(config).train()
+    else:
+        workers = ("--workers", "2") if parallel == "auto" else ()
+        ended(start(config, *workers), 0)
+    layout = layout_of(folder)
+    assert (layout.world_size, layout.sharding) == (
+        ranks,
+        "zero1" if name == "zero1" else "no_shard",
+    )
+    assert len(losses(folder)) == end
+    whole_config, whole = make(f"whole-{name}", train={"steps": end})
+    Run.open(whole_config).train()
+    assert_like(folder, whole)
+
+
+def kill(config: Path, folder: Path, rank: int, steps: int) -> None:
+    """Start the run, and kill one of its two ranks once so many steps are told of in all."""
+    process = start(config)
+    wait_for_steps(folder, process, steps)
+    ranks = psutil.Process(process.pid).children()
+    (chosen,) = [each for each in ranks if each.environ().get("RANK") == str(rank)]
+    chosen.kill()
+    said = ended(process, 4)
+    assert f"rostra: rank {rank} of 2" in said
+    assert "was killed by SIGKILL" in said
+    assert not any(each.is_running() for each in ranks)
+
+
+def test_a_killed_rank_ends_the_run_and_loses_nothing(make: Make, sharded: Path) -> None:
+    config, folder = make("killed", parallel=SHARDED)
+    kill(config, folder, 1, 20)
+    assert RunFolder(folder).steps()[-1] < STEPS
+    ended(start(config), 0)
+    assert of_kind(folder, "started")[-1]["step"] > 0
+    assert_same_run(folder, sharded)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_either_rank_killed_again_and_again_loses_nothing(make: Make) -> None:
+    long: Values = {"parallel": SHARDED, "train": {"steps": 200}}
+    config, folder = make("killed-often", **long)
+    for number in range(8):
+        kill(config, folder, number % 2, 15 * (number + 1))
+    ended(start(config), 0)
+    whole_config, whole = make("never-killed", **long)
+    ended(start(whole_config), 0)
+    assert_same_run(folder, whole)
+
+
+def test_under_torchrun_it_is_the_same_run(make: Make, sharded: Path) -> None:
+    config, folder = make("torchrun", parallel=SHARDED)
+    launcher = ("torch.distributed.run", "--nproc-per-node", "2", "-m")
+    ended(start(config, launcher=launcher), 0)
+    assert_same_run(folder, sharded)
+
+
+@pytest.mark.parametrize(
+    ("sections", "workers", "message"),
+    [
+        ({"train": {"global_batch_size": 1}}, "2", "train.global_batch_size = 1"),
+        ({"parallel": {"tensor": 3}}, "3", "parallel.tensor = 3"),
+    ],
+)
+def test_a_wrong_request_is_one_message_and_leaves_nothing(
+    sections: Values, workers: str, message: str, make: Make
+) -> None:
+    config, folder = make(f"wrong-{workers}", **sections)
+    said = ended(start(config, "--workers", workers), 2)
+    assert said.count("rostra: ") == said.count(message) == 1, said
+    assert "Traceback" not in said
+    assert not folder.exists()
