@@ -74,14 +74,14 @@ def test_every_command_of_the_documents_runs(workplace: Path) -> None:
         if "--json" in command:
             json.loads(done.stdout)
         ran += 1
-    assert ran == 7
+    assert ran == 10
     assert len(commands()) == ran + 3
 
 
 def test_every_example_is_a_valid_config() -> None:
     for path in EXAMPLES:
         read_config(path)
-    assert len(EXAMPLES) == 2
+    assert len(EXAMPLES) == 3
 
 
 def test_the_readmes_yaml_is_a_valid_config(tmp_path: Path) -> None:

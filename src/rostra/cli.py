@@ -178,6 +178,10 @@ def _say(message: str) -> None:
 
 
 def _answer(value: Any, as_json: bool, show: Callable[[], None]) -> None:
+    from rostra.workers import detect
+
+    if detect(os.environ).rank > 0:  # rank 0 answers for all
+        return
     if as_json:
         print(json.dumps(value, indent=2))
     else:

@@ -112,6 +112,7 @@ def test_published_shapes_have_their_published_sizes() -> None:
         ({"architecture": "llama"}, "give hidden_size, layers, heads"),
         ({"preset": "tiny", "size": {"heads": 5}}, "does not divide hidden_size"),
         ({"preset": "tiny", "size": {"kv_heads": 3}}, "does not divide heads"),
+        ({"preset": "tiny", "size": {"heads": 5, "kv_heads": 5, "head_size": 8}}, "llama cannot"),
         ({"preset": "gpt2", "size": {"kv_heads": 3}}, "kv_heads"),
         ({"preset": "tiny", "size": {"positions": 64}}, "longer than model.size.positions"),
     ],

@@ -6,6 +6,7 @@ import difflib
 from dataclasses import dataclass, field
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
 
 from rostra.config import ModelSection
@@ -157,4 +158,8 @@ def _transformers_config(
         values.setdefault("intermediate_size", -(-size["hidden_size"] * 8 // 3 // 32) * 32)
     values.update(dict.fromkeys(family.dropouts, size.get("dropout", 0.0)))
     values["tie_word_embeddings"] = size.get("tie_embeddings", family.tied)
-    return AutoConfig.for_model(family.model_type, vocab_size=vocabulary, **values, **special)
+    try:
+        return AutoConfig.for_model(family.model_type, vocab_size=vocabulary, **values, **special)
+    except StrictDataclassError as error:
+        reason = str(error).strip().splitlines()[-1].strip().removeprefix("ValueError: ")
+        raise RequestError(f"model.size: a {family.model_type} cannot be so: {reason}") from error

@@ -20,9 +20,8 @@ documents, windows or soft caps, and are not used yet.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import product
 from typing import Any
 
 import torch
@@ -31,16 +30,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import causal_mask_function
 
 from rostra.batch import Batch
 from rostra.models.attention import Pattern
 from rostra.parallel.context import Context, as_computed, expect, refusal, shared_fields
+from rostra.parallel.ring_blocks import HIDDEN, Block, first_keys, places, seen_blocks
 
 NAME = "rostra_ring"
-
-_ROWS, _KEYS = 256, 1024  # of a block of scores, at most
-_HIDDEN = -1e30  # the score of a key that is not seen; finite, so that no row becomes NaN
 
 
 def split_ring(model: PreTrainedModel, group: dist.ProcessGroup | DeviceMesh) -> Ring:
@@ -51,7 +47,7 @@ def split_ring(model: PreTrainedModel, group: dist.ProcessGroup | DeviceMesh) ->
     for a model whose attention cannot be split so.
     """
     shared = shared_fields(model, group)
-    AttentionInterface.register(NAME, _ring_attention)
+    AttentionInterface.register(NAME, torch.compiler.disable(_ring_attention))
     AttentionMaskInterface.register(NAME, first_keys)
     model.set_attn_implementation(NAME)
     return Ring(**shared, config=model.config)
@@ -64,7 +60,7 @@ class Ring(Context):
     def part(self, positions: Tensor) -> Tensor:
         """The two chunks of this rank [samples, T / size] of a batch's tensor [samples, T]."""
         chunks = positions.chunk(2 * self.size, 1)
-        return torch.cat([chunks[place] for place in self.places(self.rank)], 1)
+        return torch.cat([chunks[place] for place in places(self.size, self.rank)], 1)
 
     def inputs(self, batch: Batch, isolate: bool) -> dict[str, Any]:
         """As of a `Context`; the mask is the first key that each query of this rank sees."""
@@ -77,28 +73,9 @@ class Ring(Context):
 
         return inputs | {"attention_mask": tree_map(own, inputs["attention_mask"])}
 
-    def places(self, rank: int) -> tuple[int, int]:
-        """Which chunks of a sample `rank` has, in their order."""
-        return rank, 2 * self.size - 1 - rank
-
-    def blocks(self, source: int, length: int, window: int | None) -> Iterator[Block]:
-        """What this rank's queries see of the keys of `source`; each has `length` of both."""
-        spans = [list(self._spans(*x, length // 2)) for x in ((self.rank, _ROWS), (source, _KEYS))]
-        for (rows, queries), (columns, keys) in product(*spans):
-            past = window is not None and keys[-1] <= queries[0] - window
-            if keys[0] <= queries[-1] and not past:
-                yield Block(rows, columns, queries, keys)
-
-    def _spans(self, rank: int, most: int, chunk: int) -> Iterator[tuple[slice, range]]:
-        """Runs of at most `most` positions of a rank: where it has them, and which they are."""
-        for half, place in enumerate(self.places(rank)):
-            for start in range(0, chunk, most):
-                end = min(start + most, chunk)
-                shift = place * chunk
-                yield (
-                    slice(half * chunk + start, half * chunk + end),
-                    range(shift + start, shift + end),
-                )
+    def blocks(self, source: int, query: Tensor, pattern: Pattern) -> Iterator[Block]:
+        """What `query` [.., T / size, d] of this rank sees of the keys of rank `source`."""
+        return seen_blocks(self.size, self.rank, source, query.shape[-2], pattern.window)
 
     def pass_on(self, *tensors: Tensor) -> Passing:
         """Send tensors to the next rank, all in one message, while others do the same."""
@@ -140,65 +117,6 @@ class Passing:
         return tuple(x.view(shape) for x, shape in zip(parts, self.shapes, strict=True))
 
 
-@dataclass(frozen=True)
-class Block:
-    """Queries and keys that are multiplied at once: where their ranks have them, and which
-    positions of the sample they are."""
-
-    rows: slice
-    columns: slice
-    queries: range
-    keys: range
-
-    def hide(self, scores: Tensor, first: Tensor | None, window: int | None) -> Tensor:
-        """`scores` [b, key heads, group, queries, keys], low where a key is not seen."""
-        queries, keys = self.queries, self.keys
-        near = window is None or keys[0] > queries[-1] - window
-        if keys[-1] <= queries[0] and first is None and near:
-            return scores
-        at = torch.arange(queries.start, queries.stop, device=scores.device, dtype=torch.int32)
-        key = torch.arange(keys.start, keys.stop, device=scores.device, dtype=torch.int32)
-        seen = key <= at[:, None]
-        if first is not None:
-            seen = seen & (key >= first[:, :, None, self.rows])
-        elif not near and window is not None:
-            seen = seen & (key > at[:, None] - window)
-        return torch.where(seen, scores, _HIDDEN)
-
-
-def first_keys(
-    *,
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    mask_function: Callable[..., Tensor] = causal_mask_function,
-    use_vmap: bool = False,
-    device: torch.device | str = "cpu",
-    **kwargs: Any,
-) -> Tensor:
-    """The first key that each query sees, int32 [batch, 1, T, 1], as transformers asks for masks.
-
-    What a query sees (its document, a window, a chunk) is an unbroken row of keys that ends with
-    itself, so its begin is found by halving: in T log T, never with a mask of T x T. Of a plain
-    causal mask it is a single 0 [1, 1, 1, 1]; of one that looks ahead, what no ring takes: bool.
-    """
-    if mask_function is causal_mask_function:
-        return torch.zeros(1, 1, 1, 1, dtype=torch.int32, device=device)
-    sample = torch.arange(batch_size, device=device)[:, None]
-    query = torch.arange(q_length, device=device)[None].expand(batch_size, -1)
-    head = torch.zeros_like(sample)
-    ahead = (query + 1).clamp(max=kv_length - 1)
-    if use_vmap or bool((mask_function(sample, head, query, ahead) & (ahead > query)).any()):
-        return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
-    low, high = torch.zeros_like(query), query  # the first key seen lies from low to high
-    for _ in range(q_length.bit_length()):
-        middle = (low + high) // 2
-        seen = mask_function(sample, head, query, middle)
-        low, high = torch.where(seen, low, middle + 1), torch.where(seen, middle, high)
-    return high.int()[:, None, :, None]
-
-
-@torch.compiler.disable
 def _ring_attention(
     module: nn.Module,
     query: Tensor,
@@ -251,7 +169,7 @@ class _Rows:
     total: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        self.top = torch.full_like(self.out[..., :1], _HIDDEN)
+        self.top = torch.full_like(self.out[..., :1], HIDDEN)
         self.total = torch.zeros_like(self.top)
 
     def add(self, rows: slice, scores: Tensor, values: Tensor) -> None:
@@ -286,7 +204,7 @@ class RingAttention(torch.autograd.Function):
         shape = (*query.shape[:-1], value.shape[-1])
         sums = _Rows(torch.zeros(shape, dtype=wide, device=query.device))
         for source, (keys, values) in ring.around(key, value):
-            for block in ring.blocks(source, query.shape[3], pattern.window):
+            for block in ring.blocks(source, query, pattern):
                 scores, _ = _scores(query, keys, first, pattern, block)
                 sums.add(block.rows, scores, values[:, :, block.columns])
         out = (sums.out / sums.total).to(query.dtype)
@@ -299,37 +217,62 @@ class RingAttention(torch.autograd.Function):
         """As of `BlockedAttention`. The gradients of a slice of keys follow it around the ring,
         one step behind; the rank that it belongs to adds its own at the end."""
         query, key, value, first, out, sums = ctx.saved_tensors
-        pattern, ring = ctx.pattern, ctx.ring
-        grad = grad.to(query.dtype)
-        delta = (grad.to(sums.dtype) * out.to(sums.dtype)).sum(-1, keepdim=True)
-        dquery = torch.zeros_like(query, dtype=sums.dtype)
+        ring: Ring = ctx.ring
+        back = _Backward(query, first, out, sums, grad.to(query.dtype), ctx.pattern)
         own: tuple[Tensor, ...] = ()
         behind: Passing | None = None
         for source, (keys, values) in ring.around(key, value):
-            found = [torch.zeros_like(x, dtype=sums.dtype) for x in (keys, values)]
-            for block in ring.blocks(source, query.shape[3], pattern.window):
-                scores, bent = _scores(query, keys, first, pattern, block)
-                rows, columns = block.rows, block.columns
-                weights = torch.exp(scores - sums[:, :, :, rows])
-                grads = grad[:, :, :, rows]
-                dscores = _times(grads, values[:, :, columns].mT) - delta[:, :, :, rows]
-                dscores = dscores * weights * pattern.scale
-                if bent is not None:
-                    dscores = dscores * (1 - bent * bent)
-                dscores, weights = dscores.to(query.dtype), weights.to(query.dtype)
-                dquery[:, :, :, rows] += _times(dscores, keys[:, :, columns])
-                found[0][:, :, columns] += _summed(dscores, query[:, :, :, rows])
-                found[1][:, :, columns] += _summed(weights, grads)
+            found = back.through(keys, values, ring.blocks(source, query, ctx.pattern))
             if source == ring.rank:
-                own = tuple(found)
+                own = found
                 continue
             if behind is not None:
-                found = [x + more for x, more in zip(found, behind.wait(), strict=True)]
+                found = _sum(found, behind.wait())
             behind = ring.pass_on(*found)
         if behind is not None:
-            own = tuple(x + more for x, more in zip(own, behind.wait(), strict=True))
-        dkey, dvalue = (x.to(query.dtype) for x in own)
-        return dquery.to(query.dtype), dkey, dvalue, None, None, None
+            own = _sum(own, behind.wait())
+        dquery, dkey, dvalue = (x.to(query.dtype) for x in (back.dquery, *own))
+        return dquery, dkey, dvalue, None, None, None
+
+
+@dataclass
+class _Backward:
+    """The gradient of this rank's queries, as slices of keys and values pass by."""
+
+    query: Tensor
+    first: Tensor | None
+    out: Tensor
+    sums: Tensor  # the logarithm of the sum of each query's exp(score)
+    grad: Tensor  # of `out`
+    pattern: Pattern
+
+    def __post_init__(self) -> None:
+        wide = self.sums.dtype
+        self.delta = (self.grad.to(wide) * self.out.to(wide)).sum(-1, keepdim=True)
+        self.dquery = torch.zeros_like(self.query, dtype=wide)
+
+    def through(self, keys: Tensor, values: Tensor, blocks: Iterable[Block]) -> tuple[Tensor, ...]:
+        """What this rank's queries give to the gradients of `keys` and `values`."""
+        dtype, wide = self.query.dtype, self.sums.dtype
+        dkeys, dvalues = (torch.zeros_like(x, dtype=wide) for x in (keys, values))
+        for block in blocks:
+            scores, bent = _scores(self.query, keys, self.first, self.pattern, block)
+            rows, columns = block.rows, block.columns
+            weights = torch.exp(scores - self.sums[:, :, :, rows])
+            grads, queries = self.grad[:, :, :, rows], self.query[:, :, :, rows]
+            dscores = _times(grads, values[:, :, columns].mT) - self.delta[:, :, :, rows]
+            dscores = dscores * weights * self.pattern.scale
+            if bent is not None:
+                dscores = dscores * (1 - bent * bent)
+            dscores, weights = dscores.to(dtype), weights.to(dtype)
+            self.dquery[:, :, :, rows] += _times(dscores, keys[:, :, columns])
+            dkeys[:, :, columns] += _summed(dscores, queries)
+            dvalues[:, :, columns] += _summed(weights, grads)
+        return dkeys, dvalues
+
+
+def _sum(some: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(x + y for x, y in zip(some, others, strict=True))
 
 
 def _scores(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterable
+from contextlib import redirect_stdout
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -117,7 +119,8 @@ def save_model(folder: RunFolder, engine: Engine, tokenizer: Any, step: int) -> 
         if model is None:
             assert checkpoint is not None
             model = real_model(engine.shape, Below("model", checkpoint.reader()))
-        with commit_folder(folder.model, step=step) as path:
+        # transformers may import accelerate, and that DeepSpeed, which logs to standard output
+        with commit_folder(folder.model, step=step) as path, redirect_stdout(sys.stderr):
             model.config.use_cache = True
             model.save_pretrained(path)
             tokenizer.save_pretrained(path)

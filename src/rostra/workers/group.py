@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import threading
 from collections.abc import Iterator
@@ -54,6 +55,7 @@ def joined(
                 note(FAILED, error.exit_code if isinstance(error, RostraError) else 1)
             _leave_broken()
             raise
+        gc.collect()  # what still holds a group would end it after its threads are gone
         if dist.is_initialized():
             dist.destroy_process_group()
 
