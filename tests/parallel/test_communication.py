@@ -98,7 +98,7 @@ def check(ranks: Ranks, architecture: str, layout: Layout) -> Counts:
     sizes = Sizes.of(model_of(architecture), LENGTH, CHUNK)
     found = ranks.run(layout.world_size, counted, architecture, layout)
     for place, each in found:
-        assert each == counts(expected(layout, sizes, place))
+        assert each == counts(expected(layout, sizes, place, gloo=True))
     return found[0][1]
 
 

@@ -21,7 +21,7 @@ from rostra.batch import IGNORE, Batch
 from rostra.errors import RequestError
 from rostra.models import decoder_layers
 from rostra.optim import cross_entropy_sum
-from rostra.parallel import ring_blocks
+from rostra.parallel import ring as ring_module
 from rostra.parallel.activations import checkpoint_activations
 from rostra.parallel.communication import count_communication
 from rostra.parallel.context import check_context
@@ -113,13 +113,11 @@ def assert_same(found: Found, expected: Found, tolerance: float = 1e-5) -> None:
         )
 
 
-def agrees(family: str, isolate: bool, rows: int = 256, keys: int = 1024) -> None:
-    ring_blocks.ROWS, ring_blocks.KEYS = rows, keys
-    try:
-        config, batch = config_of(family), batch_of()
+def agrees(family: str, isolate: bool, block: int = 256) -> None:
+    config, batch = config_of(family), batch_of()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(ring_module._BLOCK, "cpu", block)
         assert_same(split(model_of(config), batch, isolate), alone(config, batch, isolate))
-    finally:
-        ring_blocks.ROWS, ring_blocks.KEYS = 256, 1024
 
 
 @pytest.mark.parametrize("isolate", [True, False])
@@ -133,7 +131,7 @@ def test_equals_one_process(ranks: Ranks, size: int, family: str, isolate: bool)
 @pytest.mark.parametrize("family", ["gemma2", "mistral"])
 def test_a_chunk_may_have_several_blocks(ranks: Ranks, family: str) -> None:
     for isolate in (True, False):
-        ranks.run(2, agrees, family, isolate, 3, 5)
+        ranks.run(2, agrees, family, isolate, 3)
 
 
 def under_autocast() -> None:
@@ -234,12 +232,10 @@ def ring_of(size: int, rank: int) -> Ring:
     return Ring(group=None, size=size, rank=rank, config=None, masks=None)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("window", [None, 97, 98])  # 97: one key less, a block less
 def test_no_block_is_computed_that_no_query_sees_and_ranks_have_equal_work(
-    window: int | None, monkeypatch: pytest.MonkeyPatch
+    window: int | None,
 ) -> None:
-    monkeypatch.setattr(ring_blocks, "ROWS", 16)
-    monkeypatch.setattr(ring_blocks, "KEYS", 16)
     size, length = 4, 512
     seen = torch.ones(length, length, dtype=torch.bool).tril()
     if window is not None:
@@ -250,7 +246,7 @@ def test_no_block_is_computed_that_no_query_sees_and_ranks_have_equal_work(
         own = ring_of(size, rank).part(torch.arange(length)[None])[0]
         for source in range(size):
             theirs = ring_of(size, source).part(torch.arange(length)[None])[0]
-            for block in seen_blocks(size, rank, source, length // size, window):
+            for block in seen_blocks(size, rank, source, length // size, window, 16):
                 assert own[block.rows].tolist() == list(block.queries)
                 assert theirs[block.columns].tolist() == list(block.keys)
                 there = slice(block.queries.start, block.queries.stop)

@@ -188,7 +188,7 @@ class Sizes:
         return [[shape for at, shape in self.parameters if at == index] for index in order]
 
 
-def expected(layout: Layout, sizes: Sizes, place: int = 0) -> Step:
+def expected(layout: Layout, sizes: Sizes, place: int = 0, gloo: bool = False) -> Step:
     """What a rank sends in a step of a full global batch, in closed form.
 
     With P parameters, L layers, A micro batches, B bytes of the hidden states of a micro batch:
@@ -211,6 +211,8 @@ def expected(layout: Layout, sizes: Sizes, place: int = 0) -> Step:
     FSDP pads each parameter to a multiple of the ranks along its first dimension, zero1 each
     bucket. `place` is the rank's along the pipeline.
 
+    Over `gloo`, zero1 sums gradients by an all-to-all, which sends what a reduce-scatter does.
+
     Raises ValueError for a layout of which this is not said: tensor or pipeline parallelism in a
     product, the deepspeed engine; and, under tensor or context, anything but fp32 without
     activation checkpointing.
@@ -224,7 +226,7 @@ def expected(layout: Layout, sizes: Sizes, place: int = 0) -> Step:
     if layout.sharding in SHARDED:
         _of_shards(step, layout, sizes)
     else:
-        _of_buckets(step, layout, sizes)
+        _of_buckets(step, layout, sizes, gloo)
     if layout.context > 1:
         _of_context(step, layout, sizes)
     if layout.tensor > 1:
@@ -238,7 +240,7 @@ def expected(layout: Layout, sizes: Sizes, place: int = 0) -> Step:
     return step
 
 
-def _of_buckets(step: Step, layout: Layout, sizes: Sizes) -> None:
+def _of_buckets(step: Step, layout: Layout, sizes: Sizes, gloo: bool) -> None:
     """The gradients of whole parameters, and under zero1 the updated parameters."""
     parts = layout.shard * layout.context
     reduced = sharded.REDUCED[layout.reduction].itemsize
@@ -249,7 +251,7 @@ def _of_buckets(step: Step, layout: Layout, sizes: Sizes) -> None:
                 step.add("all-reduce", elements, reduced, parts * layout.replicate)
             continue
         own = -(-elements // parts)
-        step.add("reduce-scatter", own * parts, reduced, parts)
+        step.add("all-to-all" if gloo else "reduce-scatter", own * parts, reduced, parts)
         step.add("all-gather", own, kept, parts)
         if layout.replicate > 1:
             step.add("all-reduce", own, 4, layout.replicate)

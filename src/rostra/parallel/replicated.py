@@ -34,7 +34,7 @@ class Bucket:
     weights: Tensor | None = None  # the parameters themselves, under ZeRO-1
     missing: int = 0  # gradients not yet here
     filled: set[int] = field(default_factory=set)
-    wire: Tensor | None = None  # what is under way, when it has another type
+    wire: Tensor | None = None  # what is under way
     work: Any = None
 
 
@@ -57,6 +57,7 @@ class Buckets:
         self.sharded = sharded and mesh.size(*SHARDS) > 1
         self.parts = mesh.size(*SHARDS) if self.sharded else 1
         self._last = False
+        self._under_way: list[Bucket] = []
         self._gradients: list[tuple[nn.Parameter, Tensor]] = []  # of what is held
         self._masters: list[tuple[Held, Tensor]] = []  # and the weights that they round to
         self.buckets: list[Bucket] = []
@@ -171,16 +172,41 @@ class Buckets:
             self.next += 1
 
     def _sum(self, bucket: Bucket) -> None:
+        """Begin to sum a bucket over the ranks. Two are under way at most, so that the exchange
+        takes no more room than that."""
         group = self.mesh.group(*(SHARDS if self.sharded else SUMMED))
         if group is None:
             return
+        while len(self._under_way) > 1:
+            self._finish(self._under_way.pop(0))
         wire = bucket.gradients.to(self.reduction)
-        bucket.wire = wire
-        if self.sharded:
+        if not self.sharded:
+            bucket.work = dist.all_reduce(wire, group=group, async_op=True)
+        elif self._exchanges:
+            parts, wire = wire, torch.empty_like(wire)
+            bucket.work = dist.all_to_all_single(wire, parts, group=group, async_op=True)
+        else:
             own = self._own(wire)
             bucket.work = dist.reduce_scatter_tensor(own, wire, group=group, async_op=True)
-        else:
-            bucket.work = dist.all_reduce(wire, group=group, async_op=True)
+        bucket.wire = wire
+        self._under_way.append(bucket)
+
+    def _finish(self, bucket: Bucket) -> None:
+        """Wait for a bucket: its sums are in float32 where they belong."""
+        bucket.work.wait()
+        assert bucket.wire is not None
+        own = self._own(bucket.gradients)
+        if self.sharded and self._exchanges:
+            torch.sum(bucket.wire.view(self.parts, -1), 0, dtype=own.dtype, out=own)
+        elif bucket.wire is not bucket.gradients:
+            own.copy_(self._own(bucket.wire))
+        bucket.wire = bucket.work = None
+
+    @property
+    def _exchanges(self) -> bool:
+        """gloo's reduce-scatter is an all-reduce and a copy; an all-to-all, whose parts each
+        rank sums itself, sends half of that."""
+        return self.mesh.device.type == "cpu"
 
     def _own(self, flat: Tensor) -> Tensor:
         """This rank's stretch."""
@@ -190,15 +216,10 @@ class Buckets:
         self._move_rest()
         self._send(finished=True)
         replicas = self.mesh.group("replicate") if self.sharded else None
-        for bucket in self.buckets:
-            if bucket.work is not None:
-                bucket.work.wait()
-                assert bucket.wire is not None
-                if bucket.wire.dtype != torch.float32:
-                    self._own(bucket.gradients).copy_(self._own(bucket.wire))
-                bucket.wire = bucket.work = None
-            if replicas is not None:
-                dist.all_reduce(self._own(bucket.gradients), group=replicas)
+        while self._under_way:
+            self._finish(self._under_way.pop(0))
+        for bucket in self.buckets if replicas is not None else ():
+            dist.all_reduce(self._own(bucket.gradients), group=replicas)
         for value, gradient in self._gradients:
             value.grad = gradient
         self._arm()

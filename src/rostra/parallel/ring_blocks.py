@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import causal_mask_function
 
-ROWS, KEYS = 256, 1024  # of a block of scores, at most
 HIDDEN = -1e30  # the score of a key that is not seen; finite, so that no row becomes NaN
 
 
@@ -54,17 +53,15 @@ class Block:
 
 
 def seen_blocks(
-    size: int, rank: int, source: int, length: int, window: int | None
+    size: int, rank: int, source: int, length: int, window: int | None, most: int
 ) -> Iterator[Block]:
-    """The blocks of `rank`'s queries and `source`'s keys in which a key is seen.
+    """The blocks, of at most `most` queries and keys, of `rank` and `source` in which a key is
+    seen.
 
     Each rank has `length` positions; a query sees itself and what is before it, of that
     no more than `window` keys. Where documents end is not looked at.
     """
-    spans = [
-        list(_spans(places(size, which), length // 2, most))
-        for which, most in ((rank, ROWS), (source, KEYS))
-    ]
+    spans = (_spans(places(size, x), length // 2, most) for x in (rank, source))
     for (rows, queries), (columns, keys) in product(*spans):
         past = window is not None and keys[-1] <= queries[0] - window
         if keys[0] <= queries[-1] and not past:
