@@ -9,6 +9,7 @@ print(summary["bits_per_byte"], run.generate("def main"))
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,12 +55,31 @@ class Run:
     def path(self) -> Path:
         return self.config.run.path
 
-    @property
-    def ranks(self) -> int:
-        """Ranks that its layout asks for on this machine."""
-        from rostra.train.choose import ranks_wanted
+    def ranks_to_start(self, asked: int | None = None) -> int:
+        """Ranks to start on this machine: `asked`, or what the config's layout implies; 1 when
+        this process is one of many already.
 
-        return ranks_wanted(self.config)
+        Raises RequestError when the layout is for more than this machine has, and when other
+        ranks were started than are asked for.
+        """
+        from rostra.train.choose import ranks_wanted, room_for_ranks
+        from rostra.workers import detect
+
+        world = detect(os.environ)
+        if asked and world.size not in (1, asked):
+            raise RequestError(
+                f"--workers {asked}: {world.launcher} has started {world.size} ranks; leave it out"
+            )
+        if world.size > 1 or world.launcher == "rostra":
+            return 1
+        wanted = asked or ranks_wanted(self.config)
+        if asked is None and wanted > (room := room_for_ranks()):
+            raise RequestError(
+                f"parallel: these axes make up {wanted} ranks, and this machine has room for "
+                f"{room}; start it on all machines (torchrun, srun), or try it here with "
+                f"--workers {wanted}"
+            )
+        return wanted
 
     def prepare(self, notice: Callable[[str], None] = print) -> Prepared:
         """Documents into shards of tokens; at once when they are there already."""

@@ -58,7 +58,10 @@ def train(
     from rostra.track import Progress, show_summary
 
     run = Run.open(config, overrides)
-    _start_ranks(workers or run.ranks)
+    if (count := run.ranks_to_start(workers)) > 1:
+        from rostra.workers import start
+
+        sys.exit(start(sys.argv[1:], count))
     progress = Progress(sys.stderr, run.config.monitor.log_every)
     try:
         summary = run.train([progress], origin, with_optimizer, new_learning_rate)
@@ -162,15 +165,6 @@ def doctor(as_json: Json = False) -> None:
 
     report = doctor_report()
     _answer(report, as_json, lambda: show_doctor(report))
-
-
-def _start_ranks(count: int) -> None:
-    """Run this command as `count` ranks and end with their exit code; go on when one is enough,
-    or when this is one of many already."""
-    from rostra.workers import detect, start
-
-    if count > 1 and detect(os.environ).launcher == "none":
-        sys.exit(start(sys.argv[1:], count))
 
 
 def _say(message: str) -> None:

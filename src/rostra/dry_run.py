@@ -33,7 +33,7 @@ from rostra.build import build_engine
 from rostra.config import Config
 from rostra.errors import RequestError
 from rostra.events import Events
-from rostra.layout import Layout, refusals
+from rostra.layout import Layout, explain
 from rostra.memory import KINDS
 from rostra.models.weights import model_on_meta
 from rostra.parallel import TorchEngine
@@ -100,8 +100,8 @@ def dry_run(config: Config, layout: Layout, shape: PretrainedConfig, rank: int =
 
 
 def _check(layout: Layout, rank: int) -> None:
-    for rule in refusals(layout):
-        raise RequestError(f"parallel: {rule.reason}")
+    if refused := explain(layout):
+        raise RequestError(refused)
     if not 0 <= rank < layout.world_size:
         raise RequestError(
             f"rank = {rank}: this layout has {layout.world_size} ranks; give 0 to "

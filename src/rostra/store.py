@@ -122,10 +122,9 @@ def commit_folder(
         aside.mkdir()
         try:
             yield aside
-            files = {}
-            for file in sorted(p for p in aside.rglob("*") if p.is_file()):
-                name = str(file.relative_to(aside))
-                files[name] = (secured or {}).get(name) or secure_file(file)
+            known = secured or {}  # a listing may not show yet what other machines wrote
+            names = {str(p.relative_to(aside)) for p in aside.rglob("*") if p.is_file()}
+            files = {n: known.get(n) or secure_file(aside / n) for n in sorted(names | set(known))}
             write_json(aside / MANIFEST, {**manifest, "files": files})
             for folder in (p for p in aside.rglob("*") if p.is_dir()):
                 _sync(folder)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from common import config_of as config_from
 from common import difference, run
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,6 +19,7 @@ from transformers.masking_utils import sdpa_mask, sliding_window_causal_mask_fun
 
 from ranks import Ranks
 from rostra.batch import IGNORE, Batch
+from rostra.build import check_layout
 from rostra.errors import RequestError
 from rostra.models import decoder_layers
 from rostra.optim import cross_entropy_sum
@@ -27,6 +29,7 @@ from rostra.parallel.communication import count_communication
 from rostra.parallel.context import check_context
 from rostra.parallel.ring import Ring, split_ring
 from rostra.parallel.ring_blocks import first_keys, seen_blocks
+from rostra.train.choose import choose_layout
 
 VOCABULARY, LENGTH, SAMPLES = 97, 32, 2
 FAMILIES = ["llama", "mistral", "gemma2", "gemma3_text", "gpt2"]
@@ -160,12 +163,22 @@ def test_layers_may_be_checkpointed(ranks: Ranks, mode: str) -> None:
 
 
 def compiled(mode: str) -> None:
-    config, batch = config_of("gemma3_text"), batch_of()
+    """Around the break there are graphs, made once; of a layer that is computed again, none."""
+    config, batch, graphs = config_of("gemma3_text"), batch_of(), []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
     model = model_of(config)
     checkpoint_activations(model, mode)
     for layer in decoder_layers(model):
-        layer.compile(dynamic=False, backend="aot_eager")
+        layer.compile(dynamic=False, backend=backend)
     assert_same(split(model, batch, True), alone(config, batch, True))
+    made = len(graphs)
+    assert (made > 0) == (mode == "none")
+    split(model, batch, True)
+    assert len(graphs) == made
 
 
 @pytest.mark.parametrize("mode", ["none", "full"])
@@ -314,6 +327,8 @@ def test_a_layout_equals_one_process(ranks: Ranks, name: str, architecture: str)
     expected = one_process(architecture, layout.get("compute", "fp32"))
     for found in ranks.run(size, run, architecture, layout):
         assert found["tokens"] == expected["tokens"]
+        assert found["evaluated"][1] == expected["evaluated"][1]
+        assert abs(found["evaluated"][0] - expected["evaluated"][0]) < (2 if half else 1e-3)
         apart = difference(expected, found)
         assert apart["loss"] < (2e-2 if half else 1e-5), apart
         assert apart["norm"] < (5e-2 if half else 1e-4), apart
@@ -344,6 +359,16 @@ def test_is_what_works_when_heads_do_not_divide() -> None:
     check_context(config_of("llama"), 2, 32, method="ring")
     with pytest.raises(RequestError, match=r"parallel.context: 1$"):
         check_context(config_of("llama"), 2, 30)
+
+
+def test_the_config_chooses_it() -> None:
+    config = config_from(parallel={"context": 2, "context_method": "ring"})
+    layout = choose_layout(config, torch.device("cpu"), 1000, 1000, ranks=2)
+    assert (layout.context, layout.context_method) == (2, "ring")
+    with pytest.raises(RequestError, match="of a ring"):
+        check_layout(config, replace(layout, context=16), config_of("llama", heads=16))
+    one = config_from(parallel={"context_method": "ring"})
+    assert choose_layout(one, torch.device("cpu"), 1000, 1000).context_method == "ulysses"
 
 
 def refused(family: str) -> None:

@@ -73,7 +73,7 @@ def group(folder: str) -> None:
     world = detect(os.environ)
     sums = []
     for _ in range(2):
-        with joined(world, torch.device("cpu"), 60.0) as device:
+        with joined(world, torch.device("cpu"), 60.0, 60.0) as device:
             total = torch.tensor(float(world.rank + 1), device=device)
             dist.all_reduce(total)
             sums.append(total.item())
@@ -90,7 +90,7 @@ def leave(how: str) -> None:
 
     from rostra.workers import detect, joined
 
-    with joined(detect(os.environ), torch.device("cpu"), 60.0):
+    with joined(detect(os.environ), torch.device("cpu"), 60.0, 60.0):
         dist.barrier()
         if RANK == 1:
             if how == "kill":

@@ -310,7 +310,7 @@ def _check_precision(user: dict[str, Any], layout: Layout) -> None:
 
 
 def _check_optimizer(user: dict[str, Any], optimizer: OptimizerSection) -> None:
-    name = _at(user, "optimizer.type")
+    name = str(_at(user, "optimizer.type"))
     # DeepSpeed's Adam decays as AdamW does unless told otherwise
     same = name.lower() in (AUTO, optimizer.name, *(["adam"] * (optimizer.name == "adamw")))
     if not same or _at(user, "optimizer.params.adam_w_mode") is False:

@@ -28,6 +28,7 @@ from rostra.parallel.deepspeed_state import Named, exact, load_partitions, piece
 from rostra.parallel.mesh import DATA, Mesh
 from rostra.parallel.stage import Stage
 from rostra.pieces import Piece, Reader, fill, local_piece
+from rostra.workers import on_every_rank
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
@@ -90,7 +91,8 @@ class DeepSpeedEngine:
                 "and this model has frozen weights; use shard_grad_op, or parallel.engine: torch"
             )
         root = _Root(self.stage, self.device, AUTOCAST.get(self.layout.compute))
-        check_nvme(self.config, sum(p.numel() for _, p in self._named))
+        parameters = sum(p.numel() for _, p in self._named)
+        on_every_rank(lambda: check_nvme(self.config, parameters))
         try:
             with off_standard_output():
                 self._engine, self._zero, _, _ = deepspeed.initialize(

@@ -22,6 +22,7 @@ from rostra.layout import Layout
 from rostra.optim import Optimizers, make_optimizers
 from rostra.parallel.deepspeed_state import Named
 from rostra.pieces import Reader, fill
+from rostra.workers import on_every_rank
 
 
 def import_deepspeed(device: torch.device) -> Any:
@@ -31,7 +32,8 @@ def import_deepspeed(device: torch.device) -> Any:
     # DeepSpeed takes the device of this number, and asks for it on the CPU too
     os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
     try:
-        import deepspeed  # type: ignore[import-untyped]
+        with off_standard_output():  # its logger keeps the stream that it finds here
+            import deepspeed  # type: ignore[import-untyped]
     except ImportError as error:
         raise RequestError(
             "parallel.engine: deepspeed is not installed; run: pip install "
@@ -103,7 +105,8 @@ def materialize_cut(
     at most. The optimizer is made afterwards, for the parameters are new.
     """
     deepspeed = import_deepspeed(device)
-    check_nvme(config, sum(p.numel() for p in model.parameters()))
+    parameters = sum(p.numel() for p in model.parameters())
+    on_every_rank(lambda: check_nvme(config, parameters))
     with off_standard_output():
         scatter = deepspeed.zero.Init(module=nn.Module(), config_dict_or_path=config)
     made: dict[int, nn.Parameter] = {}

@@ -47,8 +47,9 @@ def split_ring(model: PreTrainedModel, group: dist.ProcessGroup | DeviceMesh) ->
     """Make `model` compute two chunks of each sample's positions on every rank of `group`.
 
     As `split_context`, but for the attention kernel that was asked for: ring attention takes its
-    place. Layers that are compiled have a break of their graph around it. Raises RequestError
-    for a model whose attention cannot be split so.
+    place. Layers that are compiled have a break of their graph around it; within activation
+    checkpointing torch.compile takes no break, and what is computed again stays uncompiled.
+    Raises RequestError for a model whose attention cannot be split so.
     """
     shared = shared_fields(model, group)
     AttentionInterface.register(NAME, torch.compiler.disable(_ring_attention))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import time
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -36,11 +37,15 @@ def choose_layout(
     """
     size, memory = config.train.global_batch_size, config.memory
     table = config.parallel if config.parallel != "auto" else _simple(device, parameters, ranks)
+    asked = config.train.micro_batch_size
     if table.deepspeed is not None:
-        table, memory = _as_in_file(table, memory)
+        file = read_deepspeed(table.deepspeed)
+        table, memory = _as_in_file(file, table, memory)
+        if asked == "auto":
+            asked = file.get("train_micro_batch_size_per_gpu", asked)
     axes = choose_axes(table, ranks)
     rows = math.ceil(size / (axes["replicate"] * axes["shard"]))
-    micro = _micro_batch(config, device, axes, rows)
+    micro = _micro_batch(asked, config, device, axes, rows)
     compute = choose_compute(config, device)
     compiled = config.train.compile
     if compiled == "auto":
@@ -75,10 +80,11 @@ def choose_layout(
     return layout
 
 
-def _as_in_file(table: ParallelTable, memory: MemorySection) -> tuple[ParallelTable, MemorySection]:
+def _as_in_file(
+    file: dict[str, Any], table: ParallelTable, memory: MemorySection
+) -> tuple[ParallelTable, MemorySection]:
     """With what a DeepSpeed file decides, where the config leaves it open."""
-    assert table.deepspeed is not None
-    found = layout_keys(read_deepspeed(table.deepspeed))
+    found = layout_keys(file)
     sharding = table.sharding or found.get("sharding")
     offload = memory.offload.model_copy(
         update={
@@ -121,15 +127,22 @@ def choose_axes(table: ParallelTable, ranks: int) -> dict[str, Any]:
 
 
 def ranks_wanted(config: Config) -> int:
-    """Ranks that the config asks for when nobody says how many there are."""
-    table = config.parallel
+    """Ranks that the config asks for when nobody says how many there are: what its axes make
+    up, or else one for each GPU, as far as there are samples for them."""
+    table, gpus = config.parallel, torch.cuda.device_count()
     if table == "auto":
-        return max(1, torch.cuda.device_count())
+        return max(1, min(gpus, config.train.global_batch_size))
     sizes = (table.context, table.tensor, table.pipeline, table.expert)
     asked = math.prod(sizes) * (table.replicate or 1) * (table.shard or 1)
     if table.replicate is None and table.shard is None:
-        return max(asked, torch.cuda.device_count() // asked * asked)
+        return asked * max(1, min(gpus // asked, config.train.global_batch_size))
     return asked
+
+
+def room_for_ranks() -> int:
+    """Ranks that are started on this machine without being asked for by number: one for each
+    GPU; without any, a few more than there are cores do no harm."""
+    return torch.cuda.device_count() or max(8, os.cpu_count() or 1)
 
 
 def _simple(device: torch.device, parameters: int, ranks: int) -> ParallelTable:
@@ -145,8 +158,13 @@ def _simple(device: torch.device, parameters: int, ranks: int) -> ParallelTable:
     return ParallelTable(sharding="no_shard" if fits or ranks == 1 else "full_shard")
 
 
-def _micro_batch(config: Config, device: torch.device, axes: dict[str, Any], rows: int) -> int:
-    asked = config.train.micro_batch_size
+def _micro_batch(
+    asked: int | Literal["auto"],
+    config: Config,
+    device: torch.device,
+    axes: dict[str, Any],
+    rows: int,
+) -> int:
     if asked != "auto":
         return min(asked, rows)
     positions = config.data.sequence_length // axes["context"]

@@ -14,7 +14,7 @@ from rostra.checkpoint import Checkpoint, newest_checkpoint
 from rostra.config import Config, config_from_dict, read_config
 from rostra.errors import RequestError
 from rostra.events import Events
-from rostra.store import Lock, RunFolder, sweep
+from rostra.store import Lock, RunFolder, remove_folder, sweep
 from rostra.train.choose import check_resumable
 from rostra.workers import on_first_rank
 
@@ -95,8 +95,9 @@ def resumable(
 def _put_aside(path: Path) -> Path:
     """A damaged checkpoint, out of the way of a good one of the same step."""
     kept = path.with_name(f"damaged-{path.name}")
-    if not kept.exists():
-        path.rename(kept)
+    if kept.exists():
+        remove_folder(kept)
+    path.rename(kept)
     return kept
 
 

@@ -34,7 +34,7 @@ from rostra.train.finish import Evaluator, save_model
 from rostra.train.folder import claimed, finished, resumable
 from rostra.train.loop import Loop, StopSignal, every
 from rostra.train.origin import Origin, recorded, start_from
-from rostra.workers import detect, joined, on_first_rank, this_rank, world_size
+from rostra.workers import detect, joined, on_every_rank, on_first_rank, this_rank, world_size
 
 
 def train(
@@ -68,6 +68,7 @@ def train(
             return new
 
         new = on_first_rank(claim)
+        on_every_rank(lambda: _check_shared(folder))
         stack.enter_context(explain_full_disk(folder.path))
         stack.enter_context(explain_out_of_memory())
         checkpoint = None if new else resumable(folder, config, events, new_learning_rate)
@@ -111,7 +112,7 @@ class _Training:
             config, self.prepared.tokenizer, self.prepared.vocabulary_size, events, not alone
         )
         self.counts = parameter_counts(model)
-        self.layout = self._layout(checkpoint)
+        self.layout = on_first_rank(lambda: self._layout(checkpoint))  # one, whatever the hosts
         self.engine = build_engine(
             config, self.layout, model, self.device, self.steps, events, weights
         )
@@ -132,16 +133,32 @@ class _Training:
             data, pretrained = self.config.data, self.config.model.pretrained
             return prepare(data, pretrained, self.events.notice)
 
+        found: list[Prepared] = []
+
+        def mine() -> dict[str, str]:
+            found.append(prepared())
+            return found[0].identity
+
         on_first_rank(lambda: prepared() and None)
-        return prepared()
+        same = on_every_rank(mine)
+        if odd := [rank for rank, identity in enumerate(same) if identity != same[0]]:
+            raise RequestError(
+                f"data.sources: rank {odd[0]} reads other documents than rank 0; give all "
+                "machines the same files, or one data.cache that they share"
+            )
+        return found[0]
 
     def _layout(self, checkpoint: Checkpoint | None) -> Layout:
         config = self.config
         if checkpoint is not None:  # compiled or not is the run's own: it changes rounding
             compiled = checkpoint.layout.compile
-            if compiled and not can_compile(self.device):
+            table = config.parallel
+            apart = table != "auto" and (
+                table.engine == "deepspeed" or table.schedule == "zero_bubble"
+            )
+            if compiled and (apart or not can_compile(self.device)):
                 self.events.notice(
-                    "this run was compiled, which this machine cannot: going on "
+                    "this run was compiled, which this layout or machine cannot be: going on "
                     "uncompiled, and no longer bit by bit"
                 )
                 compiled = False
@@ -282,6 +299,15 @@ def total_steps(config: Config, loader: Loader) -> int:
         return max(1, -(-train.tokens // (size * config.data.sequence_length)))
     assert train.epochs is not None
     return loader.steps(train.epochs)
+
+
+def _check_shared(folder: RunFolder) -> None:
+    """All ranks write into the run's folder."""
+    if not (folder.path / "lock.json").exists():
+        raise RequestError(
+            f"run.output: {folder.path} is not on storage that rank {this_rank()} shares with "
+            "rank 0; choose a folder that all machines of the run have"
+        )
 
 
 def _check_length(done: int, asked: int, folder: RunFolder) -> None:

@@ -23,27 +23,30 @@ _PARTING = 10.0  # seconds that leaving a broken group may take
 
 @contextlib.contextmanager
 def joined(
-    world: World, device: torch.device, timeout_seconds: float = 1800.0
+    world: World,
+    device: torch.device,
+    meeting_seconds: float = 1800.0,
+    timeout_seconds: float = 86400.0,
 ) -> Iterator[torch.device]:
     """Be one of `world`'s ranks: torch.distributed is initialised inside, and gone after.
 
     Yields the device of this rank: `device` on the CPU, the GPU of its local rank otherwise.
     The backend is gloo on the CPU, and gloo for tensors of the CPU beside NCCL on GPUs. Ranks
-    that share a host's CPU share its cores. A collective, like the meeting itself, fails after
-    `timeout_seconds`. Raises RequestError when the ranks do not come together in time, naming
-    the address and how many came.
+    that share a host's CPU share its cores. The meeting fails after `meeting_seconds`; a
+    collective only after `timeout_seconds`, as ranks wait in one while rank 0 prepares data or
+    writes a model (a rank that dies is noticed at once). Raises RequestError when the ranks do
+    not come together in time, naming the address and how many came, and for more ranks on a
+    host than it has GPUs.
     """
-    import torch
     import torch.distributed as dist
     from torch.distributed import HashStore  # type: ignore[attr-defined]
 
     if device.type == "cuda":
-        device = torch.device("cuda", world.local_rank)
-        torch.cuda.set_device(device)
+        device = _gpu(world)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    timeout = timedelta(seconds=timeout_seconds)
+    meeting, timeout = timedelta(seconds=meeting_seconds), timedelta(seconds=timeout_seconds)
     with _exported(world), _share_of_cores(world.local_size):
-        store = HashStore() if world.size == 1 else _meet(world, timeout)
+        store = HashStore() if world.size == 1 else _meet(world, meeting)
         dist.init_process_group(
             backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout
         )
@@ -58,6 +61,21 @@ def joined(
         gc.collect()  # what still holds a group would end it after its threads are gone
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _gpu(world: World) -> torch.device:
+    """The GPU of this rank. Slurm and MPI may show each of them its own alone."""
+    import torch
+
+    count = torch.cuda.device_count()
+    index = 0 if count == 1 and world.launcher in ("slurm", "mpi") else world.local_rank
+    if index >= count:
+        raise RequestError(
+            f"{world.local_size} ranks were started on this host, which has {count} GPUs; start "
+            f"{count}, or set CUDA_VISIBLE_DEVICES= to try the layout on the CPU"
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
 
 
 def cores() -> int:
