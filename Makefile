@@ -34,6 +34,8 @@ lint: .venv/installed-lint .venv/installed-test
 
 bench: .venv/installed-bench
 	$(BIN)/python benchmarks/throughput.py
+	$(BIN)/python benchmarks/scaling.py
+	$(BIN)/python benchmarks/activations.py --samples 8 --rounds 3 --bf16
 
 clean:
 	rm -rf .venv runs

@@ -22,6 +22,10 @@ PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 NOT_RUN = {
     "make quickstart": "installs, then trains for minutes; the same verb runs here, shrunk",
     "make test": "is what runs this",
+    "torchrun --nproc-per-node 8 -m rostra.cli train run.yaml": "a machine with 8 GPUs; a real "
+    "torchrun is in tests/train/test_ranks_end_to_end.py",
+    "srun --ntasks-per-node 8 rostra train run.yaml": "a cluster; tests/workers/test_world.py has "
+    "what Slurm sets",
 }
 # What makes a documented training short; its verb, config and options stay as documented.
 SHRUNK = [
@@ -75,7 +79,7 @@ def test_every_command_of_the_documents_runs(workplace: Path) -> None:
             json.loads(done.stdout)
         ran += 1
     assert ran == 10
-    assert len(commands()) == ran + 3
+    assert len(commands()) == ran + 5
 
 
 def test_every_example_is_a_valid_config() -> None:

@@ -57,11 +57,17 @@ class Batch:
         lacking = rows - len(self)
         if lacking <= 0:
             return self
-        length = self.input_ids.shape[1]
+        length, device = self.input_ids.shape[1], self.input_ids.device
+        positions = torch.arange(length, device=device).expand(lacking, -1)
         return Batch(
             torch.cat([self.input_ids, self.input_ids.new_zeros(lacking, length)]),
             torch.cat([self.labels, self.labels.new_full((lacking, length), IGNORE)]),
-            torch.cat([self.position_ids, torch.arange(length).expand(lacking, -1)]),
+            torch.cat(
+                [
+                    self.position_ids,
+                    torch.arange(length, device=self.input_ids.device).expand(lacking, -1),
+                ]
+            ),
         )
 
     def share(self, rank: int, ranks: int) -> Batch:

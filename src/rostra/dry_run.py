@@ -40,7 +40,7 @@ from rostra.parallel import TorchEngine
 from rostra.parallel.held import local
 from rostra.parallel.in_backward import InBackwardEngine
 from rostra.parallel.single import OnHost
-from rostra.parallel.torch_engine import AUTOCAST
+from rostra.parallel.stage import AUTOCAST
 
 CPU = torch.device("cpu")
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")

@@ -44,8 +44,11 @@ class Memory:
 
 
 @contextlib.contextmanager
-def measure(model: nn.Module, *optimizers: Optimizer) -> Iterator[Memory]:
-    """Measure the peak of live tensor bytes over the block: one optimizer step.
+def measure(
+    model: nn.Module, *optimizers: Optimizer, device: torch.device | None = None
+) -> Iterator[Memory]:
+    """Measure the peak of live tensor bytes on `device` (that of the parameters, when not given)
+    over the block: one optimizer step.
 
     What the optimizers change and the model does not hold (master weights) counts as the
     optimizers', like their states.
@@ -59,7 +62,7 @@ def measure(model: nn.Module, *optimizers: Optimizer) -> Iterator[Memory]:
     """
     # Kineto writes lines to standard error when it starts and stops, into the progress bar.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    device = next(model.parameters()).device
+    device = device or next(model.parameters()).device
     parameters = _storages([*model.parameters(), *model.buffers()])
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     updated: list[Tensor] = [p for group in groups for p in group["params"]]

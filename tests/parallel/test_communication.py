@@ -51,6 +51,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"shard": 2, "sharding": "full_shard", "activation_checkpointing": "full"},
     ),
     "full_shard over context": ("llama", {"context": 2, "sharding": "full_shard"}),
+    "ring of four": ("llama", {"context": 4, "context_method": "ring"}),
+    "ring of two": (
+        "gemma3",
+        {"context": 2, "context_method": "ring", "sharding": "full_shard"},
+    ),
     "zero1 x context": ("llama", {"shard": 2, "context": 2, "sharding": "zero1"}),
     "four ranks, padded": ("llama", {"shard": 4, "sharding": "full_shard"}),
     "more ranks than heads of keys": ("llama", {"context": 4}),

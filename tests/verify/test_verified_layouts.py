@@ -73,7 +73,7 @@ def test_every_named_layout_can_be_had() -> None:
     config = config.model_copy(update={"train": config.train.model_copy(update={"compile": False})})
     full = whole_shape(config)
     for name, keys in NAMED.items():
-        case = checkable(with_layout(config, name, keys), full, 4, 8)
+        case = checkable(with_layout(config, name, keys), full, 4, 8, config)
         assert case.layout is not None, case.reason
         assert case.layout.world_size == case.asked.ranks <= 4
 
@@ -93,12 +93,14 @@ def test_the_whole_model_decides_what_is_refused() -> None:
     config = config_of(
         model={"architecture": "llama", "size": {"hidden_size": 60, "layers": 3, "heads": 3}}
     )
-    tensor = checkable(with_layout(config, "tensor", {"tensor": 2}), whole_shape(config), 4, 8)
+    tensor = checkable(
+        with_layout(config, "tensor", {"tensor": 2}), whole_shape(config), 4, 8, config
+    )
     assert tensor.layout is None
     assert "3 attention heads" in tensor.reason
     four = with_layout(config, "four", {"pipeline": 4})
-    assert "3 layers" in checkable(four, whole_shape(config), 4, 8).reason
-    assert "--workers 4" in checkable(four, whole_shape(config), 2, 8).reason
+    assert "3 layers" in checkable(four, whole_shape(config), 4, 8, config).reason
+    assert "--workers 4" in checkable(four, whole_shape(config), 2, 8, config).reason
 
 
 LLAMA = LlamaConfig(

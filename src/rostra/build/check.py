@@ -29,6 +29,16 @@ def check_layout(config: Config, layout: Layout, shape: PretrainedConfig) -> Non
             f"{layout.in_config(('sharding', 'tensor'))} cut them up; use adamw, or "
             "parallel.sharding: no_shard with parallel.tensor: 1"
         )
+    if layout.optimizer_states != "fp32" and name != "adamw":
+        raise RequestError(
+            f"memory.optimizer_states = {layout.optimizer_states}: these are states of AdamW, and "
+            f"optimizer.name is {name}; use fp32, or optimizer.name: adamw"
+        )
+    if layout.pipeline_schedule == "zero_bubble" and shape.model_type == "gpt2":
+        raise RequestError(
+            "parallel.schedule = zero_bubble: a gpt2's fused projections give views, which a split "
+            "backward pass cannot detach; set parallel.schedule: 1f1b"
+        )
     if layout.data > size:
         raise RequestError(
             f"train.global_batch_size = {size}: leaves some of the {layout.data} data ranks "

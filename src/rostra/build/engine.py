@@ -61,8 +61,8 @@ def build_engine(
     model.config.use_cache = False
     length, asked = config.data.sequence_length, config.model.attention
     packed = config.data.isolate_documents and layout.micro_batch > 1
+    splits = head_splits(model)  # on the CPU still: before a kernel that only CUDA has is chosen
     model.set_attn_implementation(choose(asked, device, length, layout.compile, packed))
-    splits = head_splits(model)
     if not splits:
         events.notice("this model's head cannot be split off: all its logits exist at once")
     if layout.engine == "deepspeed":
@@ -88,10 +88,11 @@ def _torch_engine(
         place_stage(part, config, layout, mesh, splits, first, last)
         for part, first, last in cut_stages(model, layout, mesh)
     ]
+    host = torch.device("cpu") if layout.offload_parameters == "cpu" else None
     with memory:
         for stage in stages:
             if weights is not None:
-                materialize(stage, mesh.device, weights)
+                materialize(stage, mesh.device, weights, host)
         gradients = hold_gradients(stages, layout, mesh)
     execute: Execute = Accumulate(stages[0], gradients.before)
     if layout.pipeline > 1:
@@ -175,16 +176,17 @@ def hold_gradients(stages: list[Stage], layout: Layout, mesh: Mesh) -> Gradients
         if parameter.requires_grad
     ]
     pure = torch.bfloat16 if layout.compute == "bf16_pure" else None
+    host = torch.device("cpu") if layout.offload_optimizer == "cpu" else None
     gradients: Gradients
     if mesh.grid is None:
-        gradients = Single(named, MasterWeights(named, pure) if pure else None)
+        gradients = Single(named, MasterWeights(named, pure, host) if pure or host else None)
     elif layout.sharding in SHARDED:
         gradients = Sharded(named, mesh)
     else:
         gradients = Buckets(
             named, mesh, layout.sharding == "zero1", REDUCED[layout.reduction], pure
         )
-    if layout.offload_optimizer == "cpu":
+    if host is not None and mesh.grid is not None:
         gradients = OnHost(gradients)
     copies = {name for stage in stages for name in stage.aliases.values()}
     for held in gradients.held:

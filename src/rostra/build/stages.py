@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 
+import torch
 from transformers import PreTrainedModel
 
 from rostra.build.objective import context_inputs, make_loss, whole_inputs
@@ -28,6 +30,7 @@ from rostra.parallel.pipeline_split import (
 )
 from rostra.parallel.ring import split_ring
 from rostra.parallel.sharded import shard
+from rostra.parallel.stage import AUTOCAST
 from rostra.parallel.tensor import split_tensors
 
 
@@ -71,7 +74,9 @@ def place_stage(
     checkpoint_activations(model, layout.activation_checkpointing)
     if layout.compile:
         compile_layers(model)
-    stage = Stage(model, make_loss(head, chunk, layout.compile), inputs, first, last, aliases)
+    loss, dtype = make_loss(head, chunk, layout.compile), AUTOCAST.get(layout.compute)
+    cast = nullcontext if dtype is None else partial(torch.autocast, mesh.device.type, dtype)
+    stage = Stage(model, loss, inputs, first, last, aliases, cast)
     if layout.engine == "torch" and layout.sharding in SHARDED and mesh.grid is not None:
         shard(stage, own_layers(model), mesh, layout)
     return stage

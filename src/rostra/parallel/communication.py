@@ -289,9 +289,14 @@ def _of_shards(step: Step, layout: Layout, sizes: Sizes) -> None:
 
 
 def _of_context(step: Step, layout: Layout, sizes: Sizes) -> None:
-    """Forward, q, k and v together and the output; backward, the gradients of both."""
+    """Of a layer: q, k and v together and the output, and the gradients of both; in a ring, k and
+    v a hop forward, and again backward with their gradients behind them."""
     ranks, times = layout.context, 2 * sizes.layers * layout.accumulation
     numbers = layout.micro_batch * sizes.length // ranks * sizes.head_size
+    if layout.context_method == "ring":
+        hops = 3 * (ranks - 1) * sizes.layers * layout.accumulation
+        step.add("send", 2 * numbers * sizes.kv_heads, 4, ranks, hops)
+        return
     keys = lcm(sizes.kv_heads, ranks)  # heads of keys are repeated until they can be dealt out
     step.add("all-to-all", numbers * (sizes.heads + 2 * keys), 4, ranks, times)
     step.add("all-to-all", numbers * sizes.heads, 4, ranks, times)

@@ -7,7 +7,7 @@ schedule, clipping and the loss scale, so that a step is the step of every other
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,27 +29,6 @@ from rostra.parallel.mesh import DATA, Mesh
 from rostra.parallel.stage import Stage
 from rostra.pieces import Piece, Reader, fill, local_piece
 from rostra.workers import on_every_rank
-
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
-
-
-class _Root(nn.Module):
-    """A stage under autocast: DeepSpeed turns off one that is set around its own forward."""
-
-    def __init__(self, stage: Stage, device: torch.device, dtype: torch.dtype | None) -> None:
-        super().__init__()
-        self.stage = stage
-        self._device, self._dtype = device, dtype
-
-    def forward(self, **batch: Tensor) -> Tensor:
-        with self._autocast():
-            out: Tensor = self.stage(**batch)
-            return out
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        if self._dtype is None:
-            return nullcontext()
-        return torch.autocast(self._device.type, self._dtype)
 
 
 @dataclass
@@ -77,8 +56,9 @@ class DeepSpeedEngine:
     def __post_init__(self) -> None:
         deepspeed = import_deepspeed(self.device)
         self.shape = self.model.config
-        if not dist.is_initialized():
-            backend = "nccl" if self.device.type == "cuda" else "gloo"
+        self._own_group = not dist.is_initialized()
+        if self._own_group:
+            backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
         self._named: Named = [
@@ -90,13 +70,12 @@ class DeepSpeedEngine:
                 "parallel.sharding = full_shard: DeepSpeed's checkpoints here hold what trains, "
                 "and this model has frozen weights; use shard_grad_op, or parallel.engine: torch"
             )
-        root = _Root(self.stage, self.device, AUTOCAST.get(self.layout.compute))
         parameters = sum(p.numel() for _, p in self._named)
         on_every_rank(lambda: check_nvme(self.config, parameters))
         try:
             with off_standard_output():
                 self._engine, self._zero, _, _ = deepspeed.initialize(
-                    model=root, optimizer=self.optimizers.parts[0], config=self.config
+                    model=self.stage, optimizer=self.optimizers.parts[0], config=self.config
                 )
         except ValidationError as error:
             first = error.errors()[0]
@@ -227,7 +206,8 @@ class DeepSpeedEngine:
 
     def load_state(self, reader: Reader, values: dict[str, Any]) -> None:
         self._load(reader, states=True)
-        self.scale = LossScale(**values["scale"])
+        if "scale" in values:  # not of another run's losses
+            self.scale = LossScale(**values["scale"])
         self.steps = values["steps"]
 
     @torch.no_grad()
@@ -259,3 +239,5 @@ class DeepSpeedEngine:
         self._engine.destroy()
         deepspeed.utils.groups._release_process_group_references()
         deepspeed.comm.comm.cdb = None
+        if self._own_group:
+            dist.destroy_process_group()

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rostra.optim import Part
+from rostra.optim.low_bit import dequantized
 from rostra.pieces import Piece, Reader
 
 Named = list[tuple[str, nn.Parameter]]
@@ -164,14 +166,18 @@ def load_partitions(zero: Any, stage: int, named: Named, reader: Reader, states:
                 _fill(stretch, flat, exact(f"model/{stretch.name}", known), reader)
                 start = f"optimizer/{stretch.name}/"
                 keys = [k.removeprefix(start) for k in known if states and k.startswith(start)]
-                for key in keys:
-                    state = zero.optimizer.state[flat]
+                state = zero.optimizer.state[flat]
+                for key in (key for key in keys if "." not in key):
                     if not reader.shape(start + key):
                         state[key] = _count(zero.optimizer, flat, reader, start + key)
                         continue
                     if key not in state:
                         state[key] = torch.zeros_like(flat)
                     _fill(stretch, state[key], start + key, reader)
+                for key, values in _of_codes(stretch, start, keys, reader).items():
+                    if key not in state:
+                        state[key] = torch.zeros_like(flat)
+                    stretch.of(state[key]).copy_(values)
     _publish(zero, stage)
 
 
@@ -179,6 +185,16 @@ def _fill(stretch: Stretch, flat: Tensor, name: str, reader: Reader) -> None:
     if tuple(reader.shape(name)) != stretch.shape:
         raise ValueError(f"{name}: expected {stretch.shape}, found {tuple(reader.shape(name))}")
     stretch.of(flat).copy_(reader.read(name, (stretch.start,), (stretch.size,)))
+
+
+def _of_codes(stretch: Stretch, start: str, keys: list[str], reader: Reader) -> dict[str, Tensor]:
+    """The float32 values of a stretch whose states were saved in low bits."""
+    saved = {}
+    for key in (key for key in keys if "." in key):
+        shape = reader.shape(start + key)
+        saved[key] = reader.read(start + key, (0,) * len(shape), shape)
+    part = Part(stretch.shape, (stretch.start,), parts=2)
+    return dequantized(torch.empty(stretch.size), part, saved)
 
 
 def _count(optimizer: Any, flat: Tensor, reader: Reader, name: str) -> Any:

@@ -16,7 +16,7 @@ from rostra.pieces import Piece, Reader
 class Engine(Protocol):
     """Executes a layout. The loss of a step is the sum over all target tokens of the global
     batch divided by their number, whatever the micro batches and ranks. Every method is called
-    by all ranks, and gives the same on all of them."""
+    by all ranks; the numbers of a step are the same on all of them."""
 
     layout: Layout
     shape: PretrainedConfig  # of the whole model

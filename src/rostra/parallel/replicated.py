@@ -251,7 +251,7 @@ class Buckets:
 
 
 def _grouped(named: Iterable[tuple[str, nn.Parameter]]) -> Iterable[Named]:
-    """Runs of parameters of one type and device, of about the size of a bucket."""
+    """Runs of parameters of one type, of about the size of a bucket."""
     group: Named = []
     size = 0
     for name, parameter in named:

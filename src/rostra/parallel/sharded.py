@@ -72,11 +72,13 @@ def reshard(stages: Iterable[Stage]) -> None:
 class Sharded:
     """The gradients of sharded parameters: FSDP2 has summed them when the backward pass ends."""
 
-    masters: list[Held] = []  # noqa: RUF012  the sharded parameters are float32 themselves
-
     def __init__(self, named: list[tuple[str, nn.Parameter]], mesh: Mesh) -> None:
         self.parameters = [p for _, p in named]
         self.held = [whole_part(name, p, mesh) for name, p in named]
+
+    @property
+    def masters(self) -> list[Held]:
+        return []  # the sharded parameters are float32 themselves
 
     def so_far(self, parameter: nn.Parameter) -> Tensor | None:
         if parameter.grad is None:

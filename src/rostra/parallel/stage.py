@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rostra.batch import Batch
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 # From a micro batch: what the base model is called with, and the labels that go with it.
 Inputs = Callable[[Batch], tuple[dict[str, Any], Tensor]]
@@ -33,11 +36,13 @@ class Stage(nn.Module):
         first: bool = True,
         last: bool = True,
         aliases: dict[str, str] | None = None,
+        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         super().__init__()
         self.model = model
         self.loss = loss
         self.inputs = inputs
+        self.autocast = autocast
         self.first, self.last = first, last
         # names of copies here of parameters that another stage owns, with their names there
         self.aliases = aliases or {}
@@ -47,7 +52,12 @@ class Stage(nn.Module):
     def forward(
         self, *hidden: Tensor, input_ids: Tensor, labels: Tensor, position_ids: Tensor
     ) -> Tensor:
-        arguments, labels = self.inputs(Batch(input_ids, labels, position_ids))
+        # here and not around the step: a backward pass, or an optimizer in it, is not autocast
+        with self.autocast():
+            return self._compute(hidden, Batch(input_ids, labels, position_ids))
+
+    def _compute(self, hidden: tuple[Tensor, ...], batch: Batch) -> Tensor:
+        arguments, labels = self.inputs(batch)
         if not self.first:
             del arguments["input_ids"]
             arguments["inputs_embeds"] = hidden[0]

@@ -47,8 +47,13 @@ def pieces(
 
 
 @torch.no_grad()
-def materialize(stage: Stage, device: torch.device, reader: Reader) -> None:
-    """Give a stage on the meta device memory on `device` and its weights, part by part."""
+def materialize(
+    stage: Stage, device: torch.device, reader: Reader, parameters: torch.device | None = None
+) -> None:
+    """Give a stage on the meta device memory on `device` and its weights, part by part.
+
+    Parameters go to `parameters`, if given: FSDP wants those that it offloads on the host.
+    """
     real: dict[int, Tensor] = {}
     for module in stage.modules():
         for table in (module._parameters, module._buffers):
@@ -56,9 +61,10 @@ def materialize(stage: Stage, device: torch.device, reader: Reader) -> None:
                 if tensor is None or not tensor.is_meta:
                     continue
                 if id(tensor) not in real:  # tied ones stay one
-                    made = torch.empty_like(tensor, device=device)
-                    trains = tensor.requires_grad
                     is_parameter = isinstance(tensor, nn.Parameter)
+                    place = (parameters or device) if is_parameter else device
+                    made = torch.empty_like(tensor, device=place)
+                    trains = tensor.requires_grad
                     real[id(tensor)] = nn.Parameter(made, trains) if is_parameter else made
                 table[name] = real[id(tensor)]  # type: ignore[assignment]
     for name, tensor in (*stage.model.named_parameters(), *stage.model.named_buffers()):
@@ -123,17 +129,25 @@ def load_pieces(
 def _load_optimizer(
     gradients: Gradients, optimizers: Optimizers, reader: Reader, values: dict[str, Any]
 ) -> None:
+    """One parameter at a time: codes of low-bit states are read whole."""
     holders = {held.name: held for held in gradients.held}
-    tensors: dict[str, Tensor] = {}
+    keys: dict[str, list[str]] = {}
     for full in reader.names():
         kind, _, key = full.partition("/")
-        held = holders.get(key.rsplit("/", 1)[0])
-        if kind != "optimizer" or held is None:
-            continue
-        shape = reader.shape(full)
-        if shape == held.shape and "." not in key.rsplit("/", 1)[1]:
-            tensors[key] = reader.read(full, held.offset, tuple(held.value.shape))
-        else:
-            tensors[key] = reader.read(full, (0,) * len(shape), shape)
-    mine = {key: value for key, value in values.items() if key.rsplit("/", 1)[0] in holders}
-    optimizers.load_state(tensors, mine)
+        if kind == "optimizer" and (name := key.rsplit("/", 1)[0]) in holders:
+            keys.setdefault(name, []).append(key)
+    plain: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        if (name := key.rsplit("/", 1)[0]) in holders:
+            plain.setdefault(name, {})[key] = value
+    for name in sorted({*keys, *plain}):
+        tensors = {key: _read(reader, holders[name], key) for key in keys.get(name, [])}
+        optimizers.load_state(tensors, plain.get(name, {}))
+
+
+def _read(reader: Reader, held: Held, key: str) -> Tensor:
+    full = f"optimizer/{key}"
+    shape = reader.shape(full)
+    if shape == held.shape and "." not in key.rsplit("/", 1)[1]:
+        return reader.read(full, held.offset, tuple(held.value.shape))
+    return reader.read(full, (0,) * len(shape), shape)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -23,7 +22,6 @@ from rostra.parallel.stage import Stage
 from rostra.parallel.states import load_pieces, pieces
 from rostra.pieces import Piece, Reader
 
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 SAMPLED = ("pipeline", "replicate", "shard", "context")  # along these, parts of the loss lie
 
 
@@ -118,14 +116,9 @@ class TorchEngine:
         """The loss's sum over all ranks."""
         for stage in self.stages:
             stage.begin(factor)
-        with self._autocast():
-            self.execute([part.to(self.device) for part in parts], backward)
+        self.execute([part.to(self.device) for part in parts], backward)
         total = torch.stack([stage.sum(self.device) for stage in self.stages]).sum()
         return self.mesh.sum(total, *SAMPLED)
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        dtype = AUTOCAST.get(self.layout.compute)
-        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
 
     def state(self) -> tuple[dict[str, Piece], dict[str, Any]]:
         found, values = pieces(self.stages, self.gradients, self.optimizers, self.mesh)

@@ -228,7 +228,7 @@ class _Training:
         self.loop.run(stop, until=here + 1)
         if self.loop.position.step < self.steps and not stop.agreed:
             model, optimizers = self.engine.measured()
-            measured = measure(model, *optimizers)
+            measured = measure(model, *optimizers, device=self.device)
             self.loop.run(stop, until=here + 2, around=measured)
 
     def _save(self, step: int) -> Path:

@@ -103,7 +103,7 @@ def verify(
     full, most = whole_shape(config), workers or MOST_RANKS
     samples = max(SAMPLES, 2 * most)
     asked = asked_layouts(config, layouts, most)
-    cases = [checkable(each, full, most, samples) for each in asked]
+    cases = [checkable(each, full, most, samples, config) for each in asked]
     result = Verification(steps, str(config.precision.compute), EXACT, cases, layouts is not None)
     if any(case.layout is not None for case in cases):
         work = work_of(config, full, cases, samples, steps, build)

@@ -28,6 +28,7 @@ NAMED: dict[str, dict[str, Any]] = {
     "hybrid_shard": {"replicate": 2, "shard": 2, "sharding": "hybrid_shard"},
     "tensor": {"tensor": 2},
     "context": {"context": 2},
+    "ring": {"context": 2, "context_method": "ring"},
     "gpipe": {"pipeline": 2, "schedule": "gpipe"},
     "1f1b": {"pipeline": 2, "schedule": "1f1b"},
     "interleaved_1f1b": {"pipeline": 2, "schedule": "interleaved_1f1b", "stages": 2},
@@ -151,7 +152,7 @@ def with_layout(config: Config, name: str, keys: Mapping[str, Any]) -> Asked:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise RequestError(f"--layouts {name}: {where}: {first['msg']}") from error
-    return Asked(name, dict(keys), config.model_copy(update=changed), _ranks(table))
+    return Asked(name, dict(keys), config.model_copy(update=changed), ranks_of(table))
 
 
 def own_layout(config: Config, most: int) -> Asked:
@@ -161,15 +162,16 @@ def own_layout(config: Config, most: int) -> Asked:
     if table == "auto":
         return Asked(OWN, {}, config, 1)
     name = OWN
-    if _ranks(table) > most:
+    if ranks_of(table) > most:
         smaller = {axis: min(2, size) for axis in AXES if (size := getattr(table, axis))}
         table, name = table.model_copy(update=smaller), f"{OWN}, with axes of 2"
-    ranks = _ranks(table)
+    ranks = ranks_of(table)
     if table.replicate is None and table.shard is None and 2 * ranks <= most:
         ranks *= 2
     keys = table.model_dump(exclude_defaults=True)
     return Asked(name, keys, config.model_copy(update={"parallel": table}), ranks)
 
 
-def _ranks(table: ParallelTable) -> int:
+def ranks_of(table: ParallelTable) -> int:
+    """What its axes make up."""
     return prod(getattr(table, axis) or 1 for axis in AXES)

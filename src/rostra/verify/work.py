@@ -17,7 +17,7 @@ from rostra.models import model_on_meta, pretrained_on_meta, scratch_config, shr
 from rostra.models.tiny import as_even
 from rostra.train.choose import choose_compute, choose_layout
 from rostra.verify.compare import Distance
-from rostra.verify.layouts import NAMED, OWN, Asked, own_layout, with_layout
+from rostra.verify.layouts import NAMED, OWN, Asked, own_layout, ranks_of, with_layout
 from rostra.verify.steps import CPU, Build, Work
 
 LENGTH, LAYERS = 32, 4  # of the shrunk model, at the least
@@ -104,20 +104,32 @@ def asked_layouts(
     return standard if plain else [own, *standard]
 
 
-def checkable(asked: Asked, full: PretrainedConfig, most: int, samples: int) -> Checked:
-    """The layout, or the reason why there is none for this config and its whole model."""
+def checkable(
+    asked: Asked, full: PretrainedConfig, most: int, samples: int, own: Config
+) -> Checked:
+    """The layout, or the reason why there is none for this config and its whole model. `own` is
+    the user's config, whose layout is also checked with the axes that it has there."""
     case = Checked(asked)
     if asked.ranks > most:
         case.reason = f"needs {asked.ranks} ranks; start them here with --workers {asked.ranks}"
         return case
     config = asked.config.model_copy(update={"train": _train_section(asked.config, samples)})
     try:
+        if asked.name.startswith(OWN):
+            _check_whole(own, full)
         layout = choose_layout(config, CPU, 0, 0, asked.ranks)
         check_layout(config, layout, full)
         case.layout = layout
     except RequestError as error:
         case.reason = str(error)
     return case
+
+
+def _check_whole(config: Config, full: PretrainedConfig) -> None:
+    """Raises RequestError when the config's layout, in full size, cannot be."""
+    if config.parallel != "auto":
+        layout = choose_layout(config, CPU, 0, 0, ranks_of(config.parallel))
+        check_layout(config, layout, full)
 
 
 def _train_section(config: Config, samples: int) -> TrainSection:
