@@ -62,12 +62,7 @@ class Batch:
         return Batch(
             torch.cat([self.input_ids, self.input_ids.new_zeros(lacking, length)]),
             torch.cat([self.labels, self.labels.new_full((lacking, length), IGNORE)]),
-            torch.cat(
-                [
-                    self.position_ids,
-                    torch.arange(length, device=self.input_ids.device).expand(lacking, -1),
-                ]
-            ),
+            torch.cat([self.position_ids, positions]),
         )
 
     def share(self, rank: int, ranks: int) -> Batch:

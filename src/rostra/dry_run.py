@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     is_traceable_wrapper_subclass,
@@ -41,6 +40,7 @@ from rostra.parallel.held import local
 from rostra.parallel.in_backward import InBackwardEngine
 from rostra.parallel.single import OnHost
 from rostra.parallel.stage import AUTOCAST
+from rostra.workers.group import leave
 
 CPU = torch.device("cpu")
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
@@ -129,8 +129,7 @@ def _fake_group(rank: int, ranks: int) -> Iterator[None]:
     try:
         yield
     finally:
-        dist.destroy_process_group()
-        _clear_sharding_prop_cache()  # DTensor's, which names groups that are no more
+        leave()
 
 
 @contextmanager

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from functools import cache
+from contextlib import nullcontext
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
@@ -34,7 +35,7 @@ from rostra.parallel.deepspeed_start import (
     materialize_cut,
 )
 from rostra.parallel.mesh import Mesh
-from rostra.parallel.stage import Stage
+from rostra.parallel.stage import AUTOCAST, Stage
 from rostra.parallel.torch_engine import TorchEngine
 from rostra.pieces import Below, PieceReader, Reader, merge, write_pieces
 from support import need
@@ -104,7 +105,7 @@ def batch_of(seed: int, samples: int = SAMPLES) -> Batch:
     return Batch(tokens[:, :-1].contiguous(), labels, torch.arange(LENGTH).repeat(samples, 1))
 
 
-def stage_of(model: PreTrainedModel) -> Stage:
+def stage_of(model: PreTrainedModel, compute: str = "fp32") -> Stage:
     def inputs(batch: Batch) -> tuple[dict[str, Any], Tensor]:
         positions = {"position_ids": batch.position_ids}
         return {"input_ids": batch.input_ids, "use_cache": False, **positions}, batch.labels
@@ -115,7 +116,9 @@ def stage_of(model: PreTrainedModel) -> Stage:
         hidden = model.base_model(**inputs).last_hidden_state
         return chunked_cross_entropy(hidden, model.lm_head.weight, labels, scale=factor, chunk=24)
 
-    return Stage(model, loss, inputs)
+    dtype = AUTOCAST.get(compute)
+    cast = nullcontext if dtype is None else partial(torch.autocast, "cpu", dtype)
+    return Stage(model, loss, inputs, autocast=cast)
 
 
 def schedule() -> Any:
@@ -176,7 +179,7 @@ def engine_of(
         materialize_cut(model, config, weights, CPU)
     named = list(model.named_parameters())
     return DeepSpeedEngine(
-        stage=stage_of(model),
+        stage=stage_of(model, layout.compute),
         optimizers=make_deepspeed_optimizers(section(name), named, set(), layout),
         schedule=schedule(),
         layout=layout,

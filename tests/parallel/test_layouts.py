@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any
 
 import pytest
+import torch
 from common import difference, run
 
 from ranks import Ranks
@@ -26,7 +28,8 @@ def check(
     loss: float = 1e-5,
     norm: float = 1e-4,
     parameters: float = 1e-4,
-) -> None:
+) -> list[dict[str, Any]]:
+    """What each rank found, compared with one process."""
     assert not refusals(Layout(**layout))
     size = 1
     for axis in ("replicate", "shard", "context", "tensor", "pipeline"):
@@ -41,6 +44,7 @@ def check(
         assert apart["loss"] < loss, apart
         assert apart["norm"] < norm, apart
         assert apart["parameters"] < parameters, apart
+    return found
 
 
 STRATEGIES = {
@@ -115,17 +119,32 @@ def test_ranks_with_unequal_numbers_of_samples(ranks: Ranks, name: str, samples:
     check(ranks, "llama", {"micro_batch": 1, "accumulation": rows, **layout}, samples)
 
 
+def check_rounded(ranks: Ranks, layout: dict[str, Any]) -> None:
+    """Rounding, which differs with the order of sums, turns a few steps of 3e-3 around: entries of
+    parameters are compared on average, over all and within each parameter. A sample too few is
+    8e-4 over all, 1.3e-3 in the worst parameter. In float32 norms agree to 1e-4, so what is
+    further from float32 was rounded."""
+    expected = alone("llama", 8, layout.get("compute", "fp32"))
+    for each in check(ranks, "llama", layout, loss=1e-3, norm=1e-2, parameters=math.inf):
+        apart = [
+            (value.float() - each["parameters"][name].float()).abs()
+            for name, value in expected["parameters"].items()
+        ]
+        assert max(float(x.mean()) for x in apart) < 1e-3
+        assert float(torch.cat([x.flatten() for x in apart]).mean()) < 2e-4
+        assert difference(alone("llama", 8), each)["norm"] > 1e-4
+
+
 @pytest.mark.parametrize("compute", ["bf16", "fp16", "bf16_pure"])
 @pytest.mark.parametrize("name", ["ddp", "zero1", "full_shard", "tensor", "context"])
 def test_half_precision(ranks: Ranks, name: str, compute: str) -> None:
-    """Rounding differs with the order of sums: a step of 3e-3 in 16 bits may turn around."""
-    if compute == "bf16_pure" and name == "full_shard":
+    if compute == "bf16_pure" and name in ("full_shard", "tensor"):
         pytest.skip("refused by the table")
     layout = {"micro_batch": 2, "accumulation": 4, "compute": compute, **STRATEGIES[name]}
-    check(ranks, "llama", layout, loss=2e-2, norm=5e-2, parameters=2e-2)
+    check_rounded(ranks, layout)
 
 
-def test_gradients_travel_in_16_bits(ranks: Ranks) -> None:
-    for name in ("ddp", "zero1", "full_shard"):
-        layout = {"micro_batch": 2, "accumulation": 4, "reduction": "bf16", **STRATEGIES[name]}
-        check(ranks, "llama", layout, loss=1e-2, norm=1e-2, parameters=2e-2)
+@pytest.mark.parametrize("name", ["ddp", "zero1", "full_shard"])
+def test_gradients_travel_in_16_bits(ranks: Ranks, name: str) -> None:
+    layout = {"micro_batch": 2, "accumulation": 4, "reduction": "bf16", **STRATEGIES[name]}
+    check_rounded(ranks, layout)

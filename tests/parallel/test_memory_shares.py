@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from common import CPU, LENGTH, batch_of, config_of, part_of
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
@@ -64,7 +65,8 @@ def theory() -> dict[str, int]:
 
 
 def storages(tensors: Iterable[Any]) -> dict[int, int]:
-    plain = [local(x).untyped_storage() for x in tensors if isinstance(x, Tensor)]
+    real = (x for x in tensors if isinstance(x, Tensor) and not isinstance(x, FakeTensor))
+    plain = [local(x).untyped_storage() for x in real if not x.is_meta]
     return {x.data_ptr(): x.nbytes() for x in plain if x.nbytes()}
 
 

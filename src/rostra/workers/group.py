@@ -59,8 +59,18 @@ def joined(
             _leave_broken()
             raise
         gc.collect()  # what still holds a group would end it after its threads are gone
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        leave()
+
+
+def leave() -> None:
+    """End the group, and what DTensor remembers of how to redistribute over it: the next group
+    has other names."""
+    import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    _clear_sharding_prop_cache()
 
 
 def _gpu(world: World) -> torch.device:

@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, Self
 
 from rostra.errors import RostraError
+from rostra.workers.group import leave
 from rostra.workers.rank import end_with
 
 _GRACE = 2.0  # seconds that the other ranks have once one has failed
@@ -182,7 +183,7 @@ def _answer(work: bytes) -> tuple[str, Any]:
         return "failed", traceback.format_exc()
     finally:
         with contextlib.suppress(Exception):
-            dist.destroy_process_group()
+            leave()
 
 
 if __name__ == "__main__":
