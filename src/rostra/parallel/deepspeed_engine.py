@@ -23,7 +23,7 @@ from rostra.errors import RequestError
 from rostra.layout import Layout
 from rostra.models import evaluating
 from rostra.optim import LossScale, Optimizers, Schedule, gradient_norm
-from rostra.parallel.deepspeed_start import check_nvme, import_deepspeed, starting
+from rostra.parallel.deepspeed_start import check_nvme, import_deepspeed, off_standard_output
 from rostra.parallel.deepspeed_state import Named, exact, load_partitions, pieces
 from rostra.parallel.mesh import DATA, Mesh
 from rostra.parallel.stage import Stage
@@ -73,7 +73,7 @@ class DeepSpeedEngine:
         parameters = sum(p.numel() for _, p in self._named)
         on_every_rank(lambda: check_nvme(self.config, parameters))
         try:
-            with starting(self.device):
+            with off_standard_output():
                 self._engine, self._zero, _, _ = deepspeed.initialize(
                     model=self.stage, optimizer=self.optimizers.parts[0], config=self.config
                 )

@@ -7,8 +7,7 @@ import os
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,8 @@ def import_deepspeed(device: torch.device) -> Any:
     """The `deepspeed` module, made for `device` and quiet. Raises RequestError without it."""
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # looked at when it is imported
+    # DeepSpeed takes the device of this number, and asks for it on the CPU too
+    os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
     try:
         with off_standard_output():  # its logger keeps the stream that it finds here
             import deepspeed  # type: ignore[import-untyped]
@@ -42,20 +43,6 @@ def import_deepspeed(device: torch.device) -> Any:
     warnings.filterwarnings("ignore", r".*is deprecated", FutureWarning, r"torch\.distributed")
     deepspeed.utils.logger.setLevel(logging.WARNING)
     return deepspeed
-
-
-@contextmanager
-def starting(device: torch.device) -> Iterator[None]:
-    """Around what DeepSpeed does at its start: it takes the device from LOCAL_RANK, also on the
-    CPU, and prints what it compiles."""
-    before = os.environ.get("LOCAL_RANK")
-    os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
-    try:
-        with off_standard_output():
-            yield
-    finally:
-        if before is None:
-            os.environ.pop("LOCAL_RANK", None)
 
 
 def off_standard_output() -> AbstractContextManager[Any]:
@@ -120,7 +107,7 @@ def materialize_cut(
     deepspeed = import_deepspeed(device)
     parameters = sum(p.numel() for p in model.parameters())
     on_every_rank(lambda: check_nvme(config, parameters))
-    with starting(device):
+    with off_standard_output():
         scatter = deepspeed.zero.Init(module=nn.Module(), config_dict_or_path=config)
     made: dict[int, nn.Parameter] = {}
     for path, module in model.named_modules():

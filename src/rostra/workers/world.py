@@ -76,7 +76,7 @@ def detect(environ: Mapping[str, str]) -> World:
 
 def _torchrun(environ: Mapping[str, str]) -> World | None:
     """RANK and its kind: torchrun, Rostra's own ranks, or a pod of Kubeflow's PyTorchJob."""
-    if not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & set(environ):
+    if not {"RANK", "WORLD_SIZE"} & set(environ):  # LOCAL_RANK alone, DeepSpeed sets
         return None
     rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
     address = ("127.0.0.1", 0)
