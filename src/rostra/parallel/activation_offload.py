@@ -94,6 +94,14 @@ def _plain(tensor: Tensor) -> Tensor | None:
     return tensor if real and stored else None
 
 
+def _is_weight(tensor: Tensor) -> bool:
+    """Whether it is a cast or a view of a parameter alone, as autocast makes of each matrix."""
+    node: Any = tensor.grad_fn
+    while node is not None and not hasattr(node, "variable"):
+        node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
+    return isinstance(getattr(node, "variable", None), nn.Parameter)
+
+
 @dataclass(eq=False)
 class _Copy:
     """The bytes of one storage that was saved."""
@@ -266,7 +274,7 @@ class _Call:
 
     def _pack(self, tensor: Tensor) -> Tensor | _Packed:
         plain = _plain(tensor)
-        if plain is None or plain.device != self._device:
+        if plain is None or plain.device != self._device or _is_weight(tensor):
             return tensor.detach()
         storage = plain.untyped_storage()
         if storage.nbytes() < _SMALL or storage.data_ptr() in self._stays:
