@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import io
 import os
-import pickle
 import socket
 import subprocess
 import sys
@@ -97,7 +97,7 @@ class Pool:
                 assert isinstance(connection, Connection)
                 rank = waiting.pop(connection)
                 try:
-                    answers[rank] = pickle.loads(connection.recv_bytes())
+                    answers[rank] = _read(connection.recv_bytes())
                 except (EOFError, OSError):
                     answers[rank] = ("failed", self._workers[rank].ended())
                 if answers[rank][0] != "done":
@@ -132,7 +132,7 @@ class _Worker:
         """`path` comes first: with it, what `work` names is found."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # no answer will come
             for message in (path, work):
-                self.connection.send_bytes(pickle.dumps(message))
+                self.connection.send_bytes(_written(message))
 
     def ended(self) -> str:
         """How the process came to its end, once it has closed the connection."""
@@ -146,6 +146,22 @@ class _Worker:
         self._process.wait()
 
 
+def _written(message: Any) -> bytes:
+    """Pickled as torch does it, which alone takes tensors of every type. What is read was
+    written by this program's own other end."""
+    import torch
+
+    buffer = io.BytesIO()
+    torch.save(message, buffer)
+    return buffer.getvalue()
+
+
+def _read(message: bytes) -> Any:
+    import torch
+
+    return torch.load(io.BytesIO(message), weights_only=False)
+
+
 def _serve(connection: Connection) -> None:
     import torch
     import transformers  # noqa: F401  what takes the time
@@ -153,11 +169,11 @@ def _serve(connection: Connection) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            sys.path[:] = pickle.loads(connection.recv_bytes())
+            sys.path[:] = _read(connection.recv_bytes())
             work = connection.recv_bytes()
         except (EOFError, OSError):
             return
-        connection.send_bytes(pickle.dumps(_answer(work)))
+        connection.send_bytes(_written(_answer(work)))
 
 
 def _answer(work: bytes) -> tuple[str, Any]:
@@ -167,7 +183,7 @@ def _answer(work: bytes) -> tuple[str, Any]:
     import torch.distributed as dist
 
     try:
-        (store, rank, size, seconds), task, args = pickle.loads(work)
+        (store, rank, size, seconds), task, args = _read(work)
         dist.init_process_group(
             "gloo",
             init_method=f"file://{store}",
