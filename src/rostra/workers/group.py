@@ -58,19 +58,20 @@ def joined(
                 note(FAILED, error.exit_code if isinstance(error, RostraError) else 1)
             _leave_broken()
             raise
-        gc.collect()  # what still holds a group would end it after its threads are gone
         leave()
 
 
 def leave() -> None:
     """End the group, and what DTensor remembers of how to redistribute over it: the next group
-    has other names."""
+    has other names. What still holds a group keeps its threads running: it goes first."""
     import torch.distributed as dist
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+    gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
     _clear_sharding_prop_cache()
+    gc.collect()
 
 
 def _gpu(world: World) -> torch.device:

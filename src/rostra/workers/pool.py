@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import io
 import os
 import socket
@@ -26,6 +27,7 @@ from rostra.workers.group import leave
 from rostra.workers.rank import end_with
 
 _GRACE = 2.0  # seconds that the other ranks have once one has failed
+_TASKS = 40  # after which processes are started afresh: torch keeps threads of ended groups
 
 
 class RankFailed(Exception):
@@ -45,6 +47,7 @@ class Pool:
         processes print; tracebacks are told all the same."""
         self.seconds, self.quiet = seconds, quiet
         self._workers: list[_Worker] = []
+        self._tasks = 0
         atexit.register(self.close)
 
     def __enter__(self) -> Self:
@@ -66,6 +69,9 @@ class Pool:
         Raises the RostraError that the task raised, the same on all ranks; RankFailed for all
         else, and when a rank gave no answer in time or ended.
         """
+        self._tasks += 1
+        if self._tasks % _TASKS == 0:
+            self.close()
         self.grow(size)
         with tempfile.TemporaryDirectory(prefix="rostra-pool-") as folder:
             for rank, worker in enumerate(self._workers[:size]):
@@ -167,6 +173,7 @@ def _serve(connection: Connection) -> None:
     import transformers  # noqa: F401  what takes the time
 
     torch.set_num_threads(1)
+    gc.freeze()  # what is imported stays: collecting after each task is then quick
     while True:
         try:
             sys.path[:] = _read(connection.recv_bytes())
