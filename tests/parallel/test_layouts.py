@@ -148,3 +148,25 @@ def test_half_precision(ranks: Ranks, name: str, compute: str) -> None:
 def test_gradients_travel_in_16_bits(ranks: Ranks, name: str) -> None:
     layout = {"micro_batch": 2, "accumulation": 4, "reduction": "bf16", **STRATEGIES[name]}
     check_rounded(ranks, layout)
+
+
+def left_behind(layout: dict[str, Any]) -> bool:
+    """Whether a weight is still there when its engine is gone."""
+    config, model = config_of(), model_of("llama")
+    engine = build_engine(config, Layout(**layout), model, CPU, 10, Events())
+    train_step(engine, part_of(batch_of(), engine))
+    weight = weakref.ref(next(model.parameters()))
+    del engine, model
+    gc.collect()
+    return weight() is not None
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero1", "full_shard", "tensor"])
+def test_an_engine_leaves_no_weight_behind(ranks: Ranks, name: str) -> None:
+    """Nor, with it, the groups of its mesh and their threads."""
+    layout = {"micro_batch": 2, "accumulation": 4, **STRATEGIES[name]}
+    assert ranks.run(2, left_behind, layout) == [False, False]
+
+
+def test_a_single_process_with_master_weights_leaves_none_either() -> None:
+    assert not left_behind({"micro_batch": 2, "accumulation": 4, "compute": "bf16_pure"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -73,7 +74,14 @@ class MasterWeights:
                 parameter.register_post_accumulate_grad_hook(self._mover(master))
 
     def _mover(self, master: nn.Parameter) -> Callable[[Tensor], None]:
-        return lambda parameter: self._move(parameter, master)
+        """Knows `self` weakly: a parameter that held what holds it would never be freed."""
+        masters = weakref.ref(self)
+
+        def move(parameter: Tensor) -> None:
+            if (own := masters()) is not None:
+                own._move(parameter, master)
+
+        return move
 
     def _move(self, parameter: Tensor, master: nn.Parameter) -> None:
         gradient, parameter.grad = parameter.grad, None

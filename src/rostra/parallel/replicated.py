@@ -8,6 +8,7 @@ gets the sums of its own stretch of each bucket, updates the weights there, and 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,8 +33,7 @@ class Bucket:
     starts: list[int]  # of each parameter
     gradients: Tensor  # float32
     weights: Tensor | None = None  # the parameters themselves, under ZeRO-1
-    missing: int = 0  # gradients not yet here
-    filled: set[int] = field(default_factory=set)
+    filled: set[int] = field(default_factory=set)  # whose gradients of the step are complete
     wire: Tensor | None = None  # what is under way
     work: Any = None
 
@@ -62,13 +62,13 @@ class Buckets:
         self._masters: list[tuple[Held, Tensor]] = []  # and the weights that they round to
         self.buckets: list[Bucket] = []
         self.held: list[Held] = []
-        for group in _grouped(reversed(named)):
+        for number, group in enumerate(_grouped(reversed(named))):
             exact = [local(p).reshape(-1) for _, p in group]
             bucket = self._bucket(group, exact[0].dtype if kept is None else kept)
             self.buckets.append(bucket)
             self.held += self._hold(bucket, exact)
             for index, (_, parameter) in enumerate(group):
-                parameter.register_post_accumulate_grad_hook(self._mover(bucket, index))
+                parameter.register_post_accumulate_grad_hook(self._mover(number, index))
         order = {name: index for index, (name, _) in enumerate(named)}
         self.held.sort(key=lambda held: order[held.name])
         self._arm()
@@ -124,31 +124,37 @@ class Buckets:
     def _arm(self) -> None:
         for bucket in self.buckets:
             bucket.filled.clear()
-            bucket.missing = len(bucket.parameters)
         self.next = 0
 
-    def _mover(self, bucket: Bucket, index: int) -> Callable[[Tensor], None]:
-        """Move a gradient into the bucket as soon as it exists; no 16-bit one outlives it."""
+    def _mover(self, number: int, index: int) -> Callable[[Tensor], None]:
+        """Move a gradient into its bucket as soon as it exists; no 16-bit one outlives it.
+
+        The hook knows `self` weakly: a parameter that held what holds it would never be freed.
+        """
+        buckets = weakref.ref(self)
 
         def move(parameter: Tensor) -> None:
-            if parameter.grad is None:
-                return
-            gradient = local(parameter.grad).reshape(-1)
-            start = bucket.starts[index]
-            bucket.gradients[start : start + gradient.numel()].add_(gradient)
-            parameter.grad = None
-            if self._last and index not in bucket.filled:
-                bucket.filled.add(index)
-                bucket.missing -= 1
-                self._send(finished=False)
+            if (own := buckets()) is not None:
+                own._move(own.buckets[number], index, parameter)
 
         return move
+
+    def _move(self, bucket: Bucket, index: int, parameter: Tensor) -> None:
+        if parameter.grad is None:
+            return
+        gradient = local(parameter.grad).reshape(-1)
+        start = bucket.starts[index]
+        bucket.gradients[start : start + gradient.numel()].add_(gradient)
+        parameter.grad = None
+        if self._last:
+            bucket.filled.add(index)
+            self._send(finished=False)
 
     def _move_rest(self) -> None:
         """Gradients that came without a hook: zero-bubble schedules set them themselves."""
         for bucket in self.buckets:
             for index, (_, parameter) in enumerate(bucket.parameters):
-                self._mover(bucket, index)(parameter)
+                self._move(bucket, index, parameter)
 
     def so_far(self, parameter: nn.Parameter) -> Tensor | None:
         self._move_rest()
@@ -166,7 +172,7 @@ class Buckets:
         """Sum the buckets that are full; in one order, which is the same on every rank."""
         while self.next < len(self.buckets):
             bucket = self.buckets[self.next]
-            if bucket.missing and not finished:
+            if len(bucket.filled) < len(bucket.parameters) and not finished:
                 return
             self._sum(bucket)
             self.next += 1

@@ -27,7 +27,6 @@ from rostra.workers.group import leave
 from rostra.workers.rank import end_with
 
 _GRACE = 2.0  # seconds that the other ranks have once one has failed
-_TASKS = 40  # after which processes are started afresh: torch keeps threads of ended groups
 
 
 class RankFailed(Exception):
@@ -47,7 +46,6 @@ class Pool:
         processes print; tracebacks are told all the same."""
         self.seconds, self.quiet = seconds, quiet
         self._workers: list[_Worker] = []
-        self._tasks = 0
         atexit.register(self.close)
 
     def __enter__(self) -> Self:
@@ -69,9 +67,6 @@ class Pool:
         Raises the RostraError that the task raised, the same on all ranks; RankFailed for all
         else, and when a rank gave no answer in time or ended.
         """
-        self._tasks += 1
-        if self._tasks % _TASKS == 0:
-            self.close()
         self.grow(size)
         with tempfile.TemporaryDirectory(prefix="rostra-pool-") as folder:
             for rank, worker in enumerate(self._workers[:size]):
