@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from common import difference, run
+from common import CPU, batch_of, config_of, difference, model_of, part_of, run
 
 from ranks import Ranks
+from rostra.build import build_engine
+from rostra.events import Events
 from rostra.layout import Layout, refusals
+from rostra.train import train_step
 
 
 @cache
