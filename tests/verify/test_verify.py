@@ -181,6 +181,16 @@ def test_bfloat16_has_the_tolerance_that_one_process_shows(ranks: Ranks) -> None
     assert [each.agrees for each in wrong.layouts] == [False, True]
 
 
+def test_muon_has_the_tolerance_that_one_process_shows(ranks: Ranks) -> None:
+    muon = {"name": "muon", "learning_rate": 4e-3, "matrix_learning_rate": 0.02}
+    found = verify(config_of(optimizer=muon), {"ddp": {"replicate": 2}}, steps=3, pool=ranks)
+    assert found.agree, found.to_dict()
+    wrong = verify(
+        config_of(optimizer=muon), {"ddp": {"replicate": 2}}, steps=3, pool=ranks, build=averaged
+    )
+    assert not wrong.agree
+
+
 def test_what_is_refused_is_no_disagreement_unless_it_was_asked_for(ranks: Ranks) -> None:
     layouts = {"ddp": {"replicate": 2}, "no": {"tensor": 3}}
     found = verify(config_of(), layouts, steps=1, pool=ranks)
