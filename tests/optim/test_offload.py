@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
 from rostra.config.schema import OptimizerSection
-from rostra.optim import MasterWeights, gradient_norm, make_optimizers
+from rostra.optim import MasterWeights, make_optimizers
 
 HOST = torch.device("cpu")
 
@@ -38,7 +39,8 @@ def train(
         if master is not None:
             master.collect()
             assert all(m.grad is not None for _, m in master.named)
-        factor = 1 / max(1.0, gradient_norm(m for _, m in named))
+        norm = get_total_norm([m.grad for _, m in named if m.grad is not None])
+        factor = 1 / max(1.0, float(norm))
         for _, parameter in named:
             assert parameter.grad is not None
             parameter.grad *= factor
@@ -56,7 +58,7 @@ def test_on_one_device_it_is_plain_training_bit_by_bit(states: str) -> None:
     assert train(one, None, range(5), states)[0] == train(two, master, range(5), states)[0]
     assert all(map(torch.equal, one.parameters(), two.parameters()))
     assert all(p is m for p, m in master.pairs)  # and takes no memory
-    assert master.exact and master.state() == {}
+    assert master.exact
 
 
 def test_rounded_weights_may_have_their_masters_on_the_host() -> None:
@@ -65,9 +67,7 @@ def test_rounded_weights_may_have_their_masters_on_the_host() -> None:
     far = MasterWeights(list(two.named_parameters()), torch.bfloat16, HOST)
     assert train(one, near, range(3))[0] == train(two, far, range(3))[0]
     assert not far.exact
-    again = MasterWeights(list(model_of().named_parameters()), torch.bfloat16, HOST)
-    again.load_state(far.state())
-    for (_, a), (_, b) in zip(again.named, near.named, strict=True):
+    for (_, a), (_, b) in zip(far.named, near.named, strict=True):
         assert torch.equal(a, b)
 
 

@@ -179,7 +179,8 @@ def engine_of(
         materialize_cut(model, config, weights, CPU)
     named = list(model.named_parameters())
     return DeepSpeedEngine(
-        stage=stage_of(model, layout.compute),
+        stages=[stage_of(model, layout.compute)],
+        shape=model.config,
         optimizers=make_deepspeed_optimizers(section(name), named, set(), layout),
         schedule=schedule(),
         layout=layout,
@@ -316,7 +317,8 @@ def not_finite(sharding: str) -> None:
     engine = engine_of({"sharding": sharding})
     part = batch_of(0).rows(0, 4)
     engine.forward_backward(part)
-    plain, engine.stage.loss = engine.stage.loss, lambda *a: [x * float("inf") for x in plain(*a)]
+    (stage,) = engine.stages
+    plain, stage.loss = stage.loss, lambda *a: [x * float("inf") for x in plain(*a)]
     engine.gradient_norm()
     engine.step(accept=True)
     before = {n: piece.data.clone() for n, piece in engine.state()[0].items()}
@@ -324,7 +326,7 @@ def not_finite(sharding: str) -> None:
     assert not torch.tensor(engine.gradient_norm()).isfinite()
     engine.step(accept=False)
     assert all(torch.equal(p.data, before[n]) for n, p in engine.state()[0].items())
-    engine.stage.loss = plain
+    stage.loss = plain
     engine.forward_backward(part)
     assert torch.tensor(engine.gradient_norm()).isfinite()
     engine.close()

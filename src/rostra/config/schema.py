@@ -9,25 +9,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-
-def _whole(value: Any) -> Any:
-    """Accept 1e6 where a whole number is meant; YAML reads it as a float."""
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    return value
-
-
-Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
-Whole = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-Percent = Annotated[str, Field(pattern=r"^(100|\d{1,2}(\.\d+)?)%$")]
-Steps = Whole | Percent  # a number of steps, or a share of the run such as "3%"
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+from rostra.config.base import Count, Fraction, Section, Steps, Whole
+from rostra.config.sources import ExampleSource, Source
+from rostra.config.tuning import (
+    AdapterSection,
+    AdapterTable,
+    QuantizationSection,
+    QuantizationTable,
+)
 
 
 class RunSection(Section):
@@ -80,45 +71,15 @@ class ModelSection(Section):
         return self
 
 
-class TextSource(Section):
-    """Text files: one document a file."""
-
-    type: Literal["text"]
-    path: str = Field(description="a file, a folder (all .txt and .md below it), or a glob")
-    encoding: str = "utf-8"
-
-
-class GutenbergSource(Section):
-    """A Project Gutenberg dump: .txt and .zip, one document a book, licence text removed."""
-
-    type: Literal["gutenberg"]
-    path: str = Field(description="the folder of the dump, or one book")
-
-
-class JsonlSource(Section):
-    """JSON lines: one document a line."""
-
-    type: Literal["jsonl"]
-    path: str = Field(description="a file, a folder (all .jsonl below it), or a glob")
-    field: str = Field("text", description="the key that holds the text")
-
-
-class PythonDocsSource(Section):
-    """The standard library of the running Python: documentation topics and sources."""
-
-    type: Literal["python_docs"]
-
-
-Source = Annotated[
-    TextSource | GutenbergSource | JsonlSource | PythonDocsSource, Field(discriminator="type")
-]
-
-
 class TokenizerTable(Section):
     """Which tokenizer: the model's own, one from a folder or hub id, or one trained here."""
 
     pretrained: str | None = Field(None, description="a local folder or a hub id")
     vocabulary: Count | None = Field(None, description="train byte-level BPE of this many tokens")
+    special: dict[Literal["bos_token", "eos_token", "pad_token", "unk_token"], str] = Field(
+        {}, description="what these are; a token that is not there yet is added"
+    )
+    added: tuple[str, ...] = Field((), description="tokens that are added to the vocabulary")
 
     @model_validator(mode="after")
     def _one_origin(self) -> Self:
@@ -145,10 +106,48 @@ class DataSection(Section):
     tokenizer: TokenizerTable = TokenizerTable()
     sequence_length: Count = 512
     isolate_documents: bool = Field(True, description="attention never crosses a document's end")
+    packing: Literal["auto", "concatenate", "best_fit", "none"] = Field(
+        "auto",
+        description="how samples are filled: documents run on (concatenate), whole examples are "
+        "fitted in (best_fit), or one example a sample (none); auto is best_fit for examples, "
+        "concatenate for documents",
+    )
+    group_by_length: bool = Field(
+        False, description="packing none: examples of about one length make a step"
+    )
+    long_examples: Literal["drop", "truncate", "split", "fail"] = Field(
+        "drop", description="examples longer than sequence_length"
+    )
+    chat_template: str | None = Field(
+        None, description="a known name or a Jinja file; the tokenizer's own when not given"
+    )
+    train_on_inputs: bool = Field(False, description="prompts are targets too")
     held_out: Fraction = Field(0.05, description="share of documents kept for evaluation, by hash")
     on_bad_record: Literal["fail", "skip"] = "fail"
     cache: str | None = Field(None, description="folder of shards; ~/.cache/rostra when not given")
     prepare: PrepareTable = PrepareTable()
+
+    @property
+    def examples(self) -> bool:
+        """Whether samples are made of examples, with targets of their own, or of documents."""
+        return any(isinstance(source, ExampleSource) for source in self.sources)
+
+    @property
+    def packed(self) -> Literal["concatenate", "best_fit", "none"]:
+        """`packing`, decided."""
+        if self.packing == "auto":
+            return "best_fit" if self.examples else "concatenate"
+        return self.packing
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        if self.packing == "concatenate" and self.examples:
+            raise ValueError("examples do not run on; set `packing: best_fit` or `none`")
+        if self.packing in ("best_fit", "none") and not self.examples:
+            raise ValueError(f"`packing: {self.packing}` is for examples; documents run on")
+        if self.group_by_length and self.packed != "none":
+            raise ValueError("`group_by_length` is for examples with `packing: none`")
+        return self
 
 
 class TrainSection(Section):
@@ -162,6 +161,9 @@ class TrainSection(Section):
         "auto", description="samples computed at once"
     )
     compile: bool | Literal["auto"] = "auto"
+    neftune_alpha: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="noise on the embeddings (NEFTune)"
+    )
     loss_chunk: Count = Field(1024, description="positions whose logits exist at once")
 
     @model_validator(mode="after")
@@ -212,14 +214,6 @@ class PrecisionSection(Section):
     reduction: Literal["fp32", "bf16"] = Field(
         "fp32", description="type in which gradients travel between ranks"
     )
-
-
-class AdapterSection(Section):
-    """Adapters (none yet)."""
-
-
-class QuantizationSection(Section):
-    """Quantised bases (none yet)."""
 
 
 class ParallelTable(Section):
@@ -341,8 +335,8 @@ class Config(Section):
     optimizer: OptimizerSection = OptimizerSection()
     schedule: ScheduleSection = ScheduleSection()
     precision: PrecisionSection = PrecisionSection()
-    adapter: AdapterSection = AdapterSection()
-    quantization: QuantizationSection = QuantizationSection()
+    adapter: AdapterSection = AdapterTable()
+    quantization: QuantizationSection = QuantizationTable()
     parallel: Literal["auto"] | ParallelTable = "auto"
     memory: MemorySection = MemorySection()
     stability: StabilitySection = StabilitySection()

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from rostra.config.schema import GutenbergSource
+from rostra.config.sources import GutenbergSource
 from rostra.data.sources import (
     BadRecords,
     Document,

@@ -12,8 +12,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from rostra.config.schema import (
-    DataSection,
+from rostra.config.schema import DataSection
+from rostra.config.sources import (
     GutenbergSource,
     JsonlSource,
     PythonDocsSource,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from rostra.config.schema import PythonDocsSource
+from rostra.config.sources import PythonDocsSource
 from rostra.data.sources import BadRecords, Document, Part, Reader
 
 TOPICS = "topics"

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal
 
 import pyarrow as pa
 
-from rostra.config.schema import JsonlSource, TextSource
+from rostra.config.sources import JsonlSource, TextSource
 from rostra.errors import RequestError
 
 SCHEMA = pa.schema(

@@ -14,6 +14,8 @@ Compute = Literal["fp32", "bf16", "fp16", "bf16_pure", "fp8"]
 Sharding = Literal["no_shard", "zero1", "shard_grad_op", "hybrid_shard", "full_shard"]
 Schedule = Literal["none", "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
 Place = Literal["none", "cpu", "nvme"]
+Quantization = Literal["none", "nf4", "fp4", "int8"]
+Adapter = Literal["none", "lora", "prompt", "prefix", "ia3"]
 OptimizerStates = Literal["fp32", "int8", "int4", "fp8", "paged_int8"]
 
 SHARDED = ("shard_grad_op", "hybrid_shard", "full_shard")  # parameters lie in parts
@@ -33,8 +35,8 @@ KEYS = {
     "offload_optimizer": "memory.offload.optimizer",
     "compute": "precision.compute",
     "reduction": "precision.reduction",
-    "quantization": "quantization",
-    "adapter": "adapter",
+    "quantization": "quantization.kind",
+    "adapter": "adapter.kind",
     "optimizer_states": "memory.optimizer_states",
     "optimizer_in_backward": "memory.optimizer_in_backward",
     "compile": "train.compile",
@@ -64,8 +66,8 @@ class Layout:
     offload_optimizer: Place = "none"
     compute: Compute = "fp32"
     reduction: Literal["fp32", "bf16"] = "fp32"
-    quantization: Literal["none"] = "none"
-    adapter: Literal["none"] = "none"
+    quantization: Quantization = "none"  # of the frozen base
+    adapter: Adapter = "none"
     optimizer_states: OptimizerStates = "fp32"
     optimizer_in_backward: bool = False
     compile: bool = False

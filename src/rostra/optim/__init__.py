@@ -2,7 +2,7 @@
 
 from rostra.optim.losses import chunked_cross_entropy, cross_entropy_sum
 from rostra.optim.low_bit import Part
-from rostra.optim.optimizers import Optimizers, gradient_norm, make_optimizers
+from rostra.optim.optimizers import Optimizers, make_optimizers
 from rostra.optim.precision import LossScale, MasterWeights
 from rostra.optim.schedules import Schedule, make_schedule
 
@@ -14,7 +14,6 @@ __all__ = [
     "Schedule",
     "chunked_cross_entropy",
     "cross_entropy_sum",
-    "gradient_norm",
     "make_optimizers",
     "make_schedule",
 ]

@@ -214,12 +214,3 @@ def _single(
     if name == "lion":
         return Lion(groups, rate, betas, section.weight_decay)
     return Adafactor(groups, lr=rate)
-
-
-def gradient_norm(parameters: Iterable[nn.Parameter]) -> float:
-    """The Euclidean norm of all gradients together, in float32."""
-    grads = [p.grad for p in parameters if p.grad is not None]
-    if not grads:
-        return 0.0
-    norms = torch._foreach_norm(grads, 2, dtype=torch.float32)
-    return float(torch.linalg.vector_norm(torch.stack(norms)))

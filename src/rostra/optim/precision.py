@@ -111,18 +111,6 @@ class MasterWeights:
         if self._beside is not None:  # the next step may change the masters only after
             self._beside.wait_stream(torch.cuda.current_stream(self._beside.device))
 
-    def state(self) -> dict[str, Tensor]:
-        """The masters by name; none when the model's weights are as exact."""
-        return {} if self.exact else {name: master.detach() for name, master in self.named}
-
-    @torch.no_grad()
-    def load_state(self, tensors: dict[str, Tensor]) -> None:
-        """Take what `state` gave, or whole weights; after the model's own were loaded."""
-        if self._beside is not None:
-            self._beside.synchronize()
-        for (name, master), (parameter, _) in zip(self.named, self.pairs, strict=True):
-            master.copy_(parameter if self.exact else tensors[name])
-
 
 def _master(
     parameter: nn.Parameter, dtype: torch.dtype | None, device: torch.device

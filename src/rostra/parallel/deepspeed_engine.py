@@ -6,63 +6,47 @@ schedule, clipping and the loss scale, so that a step is the step of every other
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from pydantic import ValidationError
-from torch import Tensor, nn
-from torch.optim import Optimizer
-from transformers import PretrainedConfig, PreTrainedModel
+from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from rostra.batch import Batch
 from rostra.errors import RequestError
-from rostra.layout import Layout
-from rostra.models import evaluating
-from rostra.optim import LossScale, Optimizers, Schedule, gradient_norm
+from rostra.optim import LossScale
+from rostra.parallel.deepspeed_changes import forget_group, known_norm
 from rostra.parallel.deepspeed_start import check_nvme, import_deepspeed, off_standard_output
 from rostra.parallel.deepspeed_state import Named, exact, load_partitions, pieces
-from rostra.parallel.mesh import DATA, Mesh
-from rostra.parallel.stage import Stage
+from rostra.parallel.engine import MeshEngine
+from rostra.parallel.mesh import DATA
 from rostra.pieces import Piece, Reader, fill, local_piece
 from rostra.workers import on_every_rank
 
 
-@dataclass
-class DeepSpeedEngine:
+@dataclass(kw_only=True)
+class DeepSpeedEngine(MeshEngine):
     """ZeRO as `config` says (a whole DeepSpeed config, see `rostra.config.deepspeed`).
 
-    The stage's model is on `mesh.device`, the same on every rank. Beside the partitions,
+    There is one stage, the whole model, the same on every rank. Beside the partitions,
     DeepSpeed keeps a buffer of `reduce_bucket_size` numbers. DeepSpeed divides gradients by the
     number of ranks; the loss is multiplied by it first, so that they are sums again.
     """
 
-    stage: Stage
-    optimizers: Optimizers
-    schedule: Schedule
-    layout: Layout
-    mesh: Mesh
-    clip: float | None
-    scale: LossScale
     config: dict[str, Any]
-    rows: int = 0  # samples that every rank runs at least: those with fewer run empty ones
-    steps: int = 0
-    shape: PretrainedConfig = field(init=False)
-    _norm: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
         deepspeed = import_deepspeed(self.device)
-        self.shape = self.model.config
         self._own_group = not dist.is_initialized()
         if self._own_group:
             backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
         self._named: Named = [
-            (n, p) for n, p in self.stage.model.named_parameters() if p.requires_grad
+            (n, p) for n, p in self.model.named_parameters() if p.requires_grad
         ]
         self._zero_stage: int = self.config["zero_optimization"]["stage"]
         if self._zero_stage == 3 and len(self._named) < len(list(self.model.parameters())):
@@ -75,7 +59,7 @@ class DeepSpeedEngine:
         try:
             with off_standard_output():
                 self._engine, self._zero, _, _ = deepspeed.initialize(
-                    model=self.stage, optimizer=self.optimizers.parts[0], config=self.config
+                    model=self.stages[0], optimizer=self.optimizers.parts[0], config=self.config
                 )
         except ValidationError as error:
             first = error.errors()[0]
@@ -84,35 +68,19 @@ class DeepSpeedEngine:
                 f"{'.'.join(map(str, first['loc']))}: {first['msg']}; leave that key out"
             ) from error
 
-    @property
-    def model(self) -> PreTrainedModel:
-        return self.stage.model
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """This rank among those that share the global batch, and their number."""
-        return self.mesh.coordinate(*DATA), self.mesh.size(*DATA)
-
-    @property
-    def device(self) -> torch.device:
-        return self.mesh.device
-
-    def forward_backward(self, batch: Batch) -> tuple[float, int]:
-        count = torch.tensor(batch.targets, dtype=torch.int64, device=self.device)
-        targets = int(self.mesh.sum(count, *DATA))
-        parts = list(batch.padded(self.rows).micro_batches(self.layout.micro_batch))
-        self._loss_scale(1.0)  # it is in the factor, before anything is rounded to 16 bits
-        self.stage.begin(self.scale.scale / max(1, targets))
+    def _execute(self, parts: list[Batch], backward: bool) -> None:
+        if backward:
+            self._loss_scale(1.0)  # it is in the factor, before anything is rounded to 16 bits
         for index, part in enumerate(parts):
             self._engine.set_gradient_accumulation_boundary(index == len(parts) - 1)
-            # A new tensor: the hooks on the one that comes out divide by the micro batches.
-            loss = self._engine(**part.to(self.device).tensors()) * self.mesh.size(*DATA)
-            self._engine.backward(loss, scale_wrt_gas=False)
-        return self._sum(), targets
+            loss = self._engine(**part.tensors())
+            if backward:
+                # A new tensor: the hooks on the one that comes out divide by the micro batches.
+                self._engine.backward(loss * self.mesh.size(*DATA), scale_wrt_gas=False)
 
     def gradient_norm(self) -> float:
         if self._zero_stage == 0:
-            norm = gradient_norm([p for _, p in self._named])
+            norm = float(get_total_norm([p.grad for _, p in self._named if p.grad is not None]))
         elif self._zero_stage < 3:
             self._zero._wait_for_offload_copies()
             norm = float(self._zero.scaled_global_norm())
@@ -132,7 +100,7 @@ class DeepSpeedEngine:
             self._step_whole(accept, divisor)
         else:
             self._loss_scale(divisor)  # what DeepSpeed divides gradients by
-            with self._known_norm(self._norm if accept else -1.0):
+            with known_norm(self._zero, self._zero_stage, self._norm if accept else None):
                 self._engine.step()
         self.scale.update(accept)
         self.steps += 1
@@ -151,31 +119,6 @@ class DeepSpeedEngine:
         if self._zero_stage > 0:
             self._zero.override_loss_scale(scale)
 
-    @contextmanager
-    def _known_norm(self, norm: float) -> Iterator[None]:
-        """DeepSpeed takes this norm instead of computing it again; -1, its sign for one that is
-        not finite, makes it pass the step over and clear its gradients."""
-        name = "scaled_global_norm" if self._zero_stage < 3 else "_get_norm_groups"
-        known = torch.tensor(norm)
-        setattr(self._zero, name, lambda: known if self._zero_stage < 3 else [known])
-        try:
-            yield
-        finally:
-            delattr(self._zero, name)
-
-    @torch.no_grad()
-    def forward(self, batch: Batch) -> tuple[float, int]:
-        share = batch.share(*self.place)
-        self.stage.begin(1.0)
-        with evaluating(self.stage):
-            for part in share.micro_batches(self.layout.micro_batch):
-                self._engine(**part.to(self.device).tensors())
-        return self._sum(), batch.targets
-
-    def _sum(self) -> float:
-        """The loss's sum over all ranks."""
-        return float(self.mesh.sum(self.stage.sum(self.device), *DATA))
-
     def state(self) -> tuple[dict[str, Piece], dict[str, Any]]:
         """This rank's part, see `pieces`; without ZeRO, and for buffers, all by rank 0."""
         found: dict[str, Piece] = {}
@@ -191,7 +134,7 @@ class DeepSpeedEngine:
 
     def _whole(self) -> dict[str, Tensor]:
         """What every rank holds entirely of the model, by the name it has in a checkpoint."""
-        model = self.stage.model
+        model = self.model
         saved = model.state_dict(keep_vars=True)
         buffers = {f"model/{name}": b for name, b in model.named_buffers() if name in saved}
         return buffers | {
@@ -228,16 +171,11 @@ class DeepSpeedEngine:
                 {},
             )
 
-    def measured(self) -> tuple[nn.Module, list[Optimizer]]:
-        """What `rostra.memory.measure` looks at."""
-        return self.stage, self.optimizers.parts
-
     def close(self) -> None:
         """Let go of DeepSpeed's hooks and buffers, and of what it remembers of the process
         group, which another engine may find replaced."""
         deepspeed = import_deepspeed(self.device)
         self._engine.destroy()
-        deepspeed.utils.groups._release_process_group_references()
-        deepspeed.comm.comm.cdb = None
+        forget_group(deepspeed)
         if self._own_group:
             dist.destroy_process_group()

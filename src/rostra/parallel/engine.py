@@ -1,16 +1,25 @@
-"""What the training step knows of whatever executes a layout."""
+"""What the training step knows of whatever executes a layout, and what all engines do alike."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from rostra.batch import Batch
 from rostra.layout import Layout
+from rostra.models import evaluating
+from rostra.optim import LossScale, Optimizers, Schedule
+from rostra.parallel.mesh import DATA, Mesh
+from rostra.parallel.stage import Stage
 from rostra.pieces import Piece, Reader
+
+SAMPLED = ("pipeline", "replicate", "shard", "context")  # along these, parts of the loss lie
 
 
 class Engine(Protocol):
@@ -62,3 +71,63 @@ class Engine(Protocol):
     def measured(self) -> tuple[nn.Module, list[Optimizer]]:
         """What `rostra.memory.measure` looks at."""
         ...
+
+
+@dataclass(kw_only=True)
+class MeshEngine(ABC):
+    """What engines share: where a rank stands, and its micro batches through its stages.
+
+    The parameters of the `stages` that this rank holds are where `mesh.device` is.
+    """
+
+    stages: list[Stage]
+    optimizers: Optimizers
+    schedule: Schedule
+    layout: Layout
+    shape: PretrainedConfig  # of the whole model
+    mesh: Mesh
+    clip: float | None
+    scale: LossScale
+    rows: int = 0  # samples that every rank runs at least: those with fewer run empty ones
+    steps: int = 0
+    _norm: float = field(default=0.0, init=False)
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """Of the first of this rank's stages."""
+        return self.stages[0].model
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.mesh.coordinate(*DATA), self.mesh.size(*DATA)
+
+    @property
+    def device(self) -> torch.device:
+        return self.mesh.device
+
+    def forward_backward(self, batch: Batch) -> tuple[float, int]:
+        count = torch.tensor(batch.targets, dtype=torch.int64, device=self.device)
+        targets = int(self.mesh.sum(count, *DATA))
+        factor = self.scale.scale / max(1, targets)
+        return self._run(batch.padded(self.rows), factor, backward=True), targets
+
+    @torch.no_grad()
+    def forward(self, batch: Batch) -> tuple[float, int]:
+        with evaluating(*self.stages):
+            return self._run(batch.share(*self.place), 1.0, backward=False), batch.targets
+
+    def _run(self, batch: Batch, factor: float, backward: bool) -> float:
+        """The loss's sum over all ranks; `factor` is that of the gradients."""
+        for stage in self.stages:
+            stage.begin(factor)
+        micro = batch.to(self.device).micro_batches(self.layout.micro_batch)
+        self._execute(list(micro), backward)
+        total = torch.stack([stage.sum(self.device) for stage in self.stages]).sum()
+        return float(self.mesh.sum(total, *SAMPLED))
+
+    @abstractmethod
+    def _execute(self, parts: list[Batch], backward: bool) -> None:
+        """Run micro batches; after `backward`, gradients are sums over all ranks."""
+
+    def measured(self) -> tuple[nn.Module, list[Optimizer]]:
+        return nn.ModuleList(self.stages), self.optimizers.parts

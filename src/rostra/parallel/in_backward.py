@@ -98,7 +98,7 @@ class StepInBackward:
         return self.optimizers.learning_rate
 
 
-@dataclass
+@dataclass(kw_only=True)
 class InBackwardEngine(TorchEngine):
     """One process whose optimizer steps in the backward pass."""
 

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
-from transformers import PretrainedConfig, PreTrainedModel
 
 from rostra.batch import Batch
-from rostra.layout import Layout
-from rostra.models import evaluating
-from rostra.optim import LossScale, Optimizers, Schedule
+from rostra.optim import LossScale
+from rostra.parallel.engine import MeshEngine
 from rostra.parallel.held import Gradients, gradient_norm
-from rostra.parallel.mesh import DATA, Mesh
 from rostra.parallel.sharded import reshard
 from rostra.parallel.stage import Stage
 from rostra.parallel.states import load_pieces, pieces
 from rostra.pieces import Piece, Reader
-
-SAMPLED = ("pipeline", "replicate", "shard", "context")  # along these, parts of the loss lie
 
 
 class Execute(Protocol):
@@ -47,43 +40,17 @@ class Accumulate:
             reshard([self.stage])
 
 
-@dataclass
-class TorchEngine:
-    """Executes a layout on this rank; the parameters it holds are where `mesh.device` is."""
+@dataclass(kw_only=True)
+class TorchEngine(MeshEngine):
+    """Executes any layout on this rank."""
 
-    stages: list[Stage]
     execute: Execute
     gradients: Gradients
-    optimizers: Optimizers
-    schedule: Schedule
-    layout: Layout
-    shape: PretrainedConfig  # of the whole model
-    mesh: Mesh
-    clip: float | None
-    scale: LossScale
-    rows: int = 0  # samples that every rank runs at least: those with fewer run empty ones
-    steps: int = 0
-    _norm: float = field(default=0.0, init=False)
 
-    @property
-    def model(self) -> PreTrainedModel:
-        return self.stages[0].model
-
-    @property
-    def place(self) -> tuple[int, int]:
-        return self.mesh.coordinate(*DATA), self.mesh.size(*DATA)
-
-    @property
-    def device(self) -> torch.device:
-        return self.mesh.device
-
-    def forward_backward(self, batch: Batch) -> tuple[float, int]:
-        count = torch.tensor(batch.targets, dtype=torch.int64, device=self.device)
-        targets = int(self.mesh.sum(count, *DATA))
-        parts = list(batch.padded(self.rows).micro_batches(self.layout.micro_batch))
-        total = self._run(parts, self.scale.scale / max(1, targets), backward=True)
-        self.gradients.collect()
-        return float(total), targets  # read at the end: reading waits for the device
+    def _execute(self, parts: list[Batch], backward: bool) -> None:
+        self.execute(parts, backward)
+        if backward:
+            self.gradients.collect()
 
     def gradient_norm(self) -> float:
         self._norm = gradient_norm(self.gradients.held, self.mesh) / self.scale.scale
@@ -105,21 +72,6 @@ class TorchEngine:
         self.steps += 1
         return self.optimizers.learning_rate
 
-    @torch.no_grad()
-    def forward(self, batch: Batch) -> tuple[float, int]:
-        share = batch.share(*self.place)
-        with evaluating(*self.stages):
-            parts = list(share.micro_batches(self.layout.micro_batch))
-            return float(self._run(parts, 1.0, backward=False)), batch.targets
-
-    def _run(self, parts: Sequence[Batch], factor: float, backward: bool) -> Tensor:
-        """The loss's sum over all ranks."""
-        for stage in self.stages:
-            stage.begin(factor)
-        self.execute([part.to(self.device) for part in parts], backward)
-        total = torch.stack([stage.sum(self.device) for stage in self.stages]).sum()
-        return self.mesh.sum(total, *SAMPLED)
-
     def state(self) -> tuple[dict[str, Piece], dict[str, Any]]:
         found, values = pieces(self.stages, self.gradients, self.optimizers, self.mesh)
         return found, {"optimizer": values, "scale": self.scale.state(), "steps": self.steps}
@@ -136,6 +88,3 @@ class TorchEngine:
 
     def close(self) -> None:
         pass
-
-    def measured(self) -> tuple[nn.Module, list[Optimizer]]:
-        return nn.ModuleList(self.stages), self.optimizers.parts
