@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 
 from ranks import Ranks
+from support import tiny_run
 
 
 def pytest_configure() -> None:
     torch.set_num_threads(1)
+    # how long an example takes says nothing on a machine that does other things too
+    settings.register_profile("rostra", deadline=None)
+    settings.load_profile("rostra")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -53,24 +59,6 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def tiny(corpus: Path, tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """A config of a run that takes seconds; keyword arguments replace whole sections' keys."""
-
-    def make(**sections: dict[str, Any]) -> dict[str, Any]:
-        values: dict[str, Any] = {
-            "run": {"name": "tiny", "output": str(tmp_path / "run")},
-            "model": {"preset": "tiny"},
-            "data": {
-                "sources": [{"type": "text", "path": str(corpus)}],
-                "tokenizer": {"vocabulary": 300},
-                "sequence_length": 32,
-                "held_out": 0.2,
-            },
-            "train": {"steps": 6, "global_batch_size": 4, "compile": False},
-            "precision": {"compute": "fp32"},
-            "monitor": {"tensorboard": False},
-        }
-        for name, section in sections.items():
-            values[name] = {**values.get(name, {}), **section}
-        return values
-
-    return make
+    """The config of a tiny run in this test's folder; keyword arguments replace keys of a
+    section."""
+    return partial(tiny_run, corpus, tmp_path / "run")

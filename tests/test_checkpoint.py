@@ -16,7 +16,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from ranks import Ranks
 from rostra import RequestError
@@ -30,7 +30,7 @@ from rostra.checkpoint import (
 )
 from rostra.errors import TrainingFailed
 from rostra.layout import Layout
-from rostra.pieces import Piece, Reader, fill, local_piece, owns
+from rostra.pieces import Piece, Reader, fill, local_piece
 from rostra.store import RunFolder, commit_folder, write_json
 from rostra.workers import on_every_rank
 
@@ -69,7 +69,12 @@ class Held:
         return step * dist.get_rank(), min(35, step * (dist.get_rank() + 1))
 
     def state(self) -> tuple[dict[str, Piece], dict[str, Any]]:
-        found = {n: local_piece(t) for n, t in self.tensors.items() if owns(t)}
+        first = not dist.is_initialized() or dist.get_rank() == 0
+        found = {
+            name: local_piece(tensor)
+            for name, tensor in self.tensors.items()
+            if first or (isinstance(tensor, DTensor) and tensor.placements[0].is_shard())
+        }
         start, stop = self.flat()
         stretch = self.tensors["master/a"].flatten()[start:stop]
         return found | {"master/a": Piece(stretch, (5, 7), (start,))}, self.values

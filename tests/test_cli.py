@@ -1,4 +1,4 @@
-"""The command line as a user meets it: real processes, exit codes, what is left behind."""
+"""The command line as a user meets it: exit codes, what is said, what is left behind."""
 
 from __future__ import annotations
 
@@ -15,18 +15,14 @@ import pytest
 from transformers import AutoTokenizer
 
 from rostra import Run
-from support import REPOSITORY
+from support import REPOSITORY, Done, ended, refused, rostra, start
 
 Tiny = Callable[..., dict[str, Any]]
-Done = subprocess.CompletedProcess[str]
 
 
-def rostra(*arguments: str | Path, cwd: Path | None = None) -> Done:
-    command = [sys.executable, "-m", "rostra.cli", *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    return subprocess.run(
-        command, cwd=cwd, capture_output=True, text=True, timeout=300, env=environment, check=False
-    )
+def answer(done: Done) -> Any:
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 def write(path: Path, values: dict[str, Any]) -> Path:
@@ -34,26 +30,16 @@ def write(path: Path, values: dict[str, Any]) -> Path:
     return path
 
 
-def refused(done: Done, *said: str) -> None:
-    """Exit code 2, one message, no traceback, nothing on standard output."""
-    assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stdout == ""
-    for words in said:
-        assert words in done.stderr
-
-
 def test_a_run_from_text_to_text(tiny: Tiny, tmp_path: Path) -> None:
     config = write(tmp_path / "run.yaml", tiny())
-    done = rostra("train", config, "--set", "train.steps=7", "--json")
-    assert done.returncode == 0, done.stderr
-    summary = json.loads(done.stdout)
+    done = ended(start("train", config, "--set", "train.steps=7", "--json"))
+    summary = answer(done)
     assert summary["steps"] == 7
     assert "step 7/7" in done.stderr
-    found = rostra("evaluate", summary_path := tmp_path / "run", "--json")
-    assert json.loads(found.stdout)["eval_loss"] == pytest.approx(summary["eval_loss"], rel=1e-5)
-    text = rostra("generate", summary_path, "--prompt", "the sun", "--tokens", "9", "--json")
-    assert json.loads(text.stdout)["prompt"] == "the sun"
+    found = answer(rostra("evaluate", tmp_path / "run", "--json"))
+    assert found["eval_loss"] == pytest.approx(summary["eval_loss"], rel=1e-5)
+    asked = ("--prompt", "the sun", "--tokens", "9", "--json")
+    assert answer(rostra("generate", tmp_path / "run", *asked))["prompt"] == "the sun"
     again = rostra("train", config, "--set", "train.steps=7")
     assert again.returncode == 0
     assert "finished" in again.stderr
@@ -63,21 +49,21 @@ def test_a_run_from_text_to_text(tiny: Tiny, tmp_path: Path) -> None:
 def test_prepare_makes_shards_and_the_second_time_finds_them(tiny: Tiny, tmp_path: Path) -> None:
     values = tiny(data={"cache": str(tmp_path / "cache")})
     config = write(tmp_path / "run.yaml", values)
-    first = json.loads(rostra("prepare", config, "--json").stdout)
+    first = answer(rostra("prepare", config, "--json"))
     assert first["train"]["documents"] + first["held_out"]["documents"] == 40
     times = {p: p.stat().st_mtime_ns for p in Path(first["path"]).rglob("*") if p.is_file()}
-    assert json.loads(rostra("prepare", config, "--json").stdout) == first
+    assert answer(rostra("prepare", config, "--json")) == first
     assert times == {p: p.stat().st_mtime_ns for p in Path(first["path"]).rglob("*") if p.is_file()}
 
 
 def test_the_schema_is_the_one_in_the_repository() -> None:
-    printed = json.loads(rostra("schema").stdout)
+    printed = answer(rostra("schema"))
     assert printed == json.loads((REPOSITORY / "docs" / "schema.json").read_text())
     assert set(printed["properties"]) >= {"run", "model", "data", "train", "parallel", "serve"}
 
 
 def test_the_doctor_tells_what_is_missing() -> None:
-    report = json.loads(rostra("doctor", "--json").stdout)
+    report = answer(rostra("doctor", "--json"))
     names = {check["name"] for check in report["checks"]}
     assert {"GPU", "C++ compiler"} <= names
     assert all(check["get"] for check in report["checks"])
@@ -121,7 +107,6 @@ BAD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"model": {"size": {"positions": 16}}},
         ("data.sequence_length = 32", "16"),
     ),
-    "heads": ({"parallel": {"tensor": 3}}, ("parallel.tensor = 3", "heads")),
 }
 
 
@@ -167,7 +152,7 @@ def test_bad_files_are_skipped_where_the_config_says_so(workplace: Path, tiny: T
 def test_a_corrupt_shard_is_found_by_its_hash(tiny: Tiny, tmp_path: Path) -> None:
     values = tiny(data={"cache": str(tmp_path / "cache")})
     config = write(tmp_path / "run.yaml", values)
-    folder = Path(json.loads(rostra("prepare", config, "--json").stdout)["path"])
+    folder = Path(answer(rostra("prepare", config, "--json"))["path"])
     shard = folder / "train-00000.arrow"
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 4

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from rostra.config import read_config
-from support import REPOSITORY
+from support import REPOSITORY, Done, rostra
 
 EXAMPLES = sorted((REPOSITORY / "examples").rglob("*.yaml"))
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -55,17 +53,13 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def run(command: str, cwd: Path) -> Done:
     words = shlex.split(command)
     assert words[0] == "rostra"
     if words[1] in ("train", "prepare"):
         source = "data.sources.0={type: gutenberg, path: books}"
         words += [word for change in [*SHRUNK, source] for word in ("--set", change)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    arguments = [sys.executable, "-m", "rostra.cli", *words[1:]]
-    return subprocess.run(
-        arguments, cwd=cwd, capture_output=True, text=True, env=environment, check=False
-    )
+    return rostra(*words[1:], cwd=cwd)
 
 
 def test_every_command_of_the_documents_runs(workplace: Path) -> None:
@@ -97,16 +91,14 @@ def test_the_readmes_yaml_is_a_valid_config(tmp_path: Path) -> None:
     assert len(blocks) == 1
 
 
-def test_the_readmes_python_runs(workplace: Path) -> None:
+def test_the_readmes_python_runs(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (block,) = re.findall(r"```python\n(.*?)```", PAGES[0].read_text(), re.DOTALL)
     asked = ["run.name=short", "train.steps=100"]
     changes = [*asked[:1], *SHRUNK, "data.sources.0={type: gutenberg, path: books}"]
     program = block.replace(json.dumps(asked), repr(changes))
     assert program != block
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=workplace, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(workplace)
+    exec(program, {"__name__": "__main__"})
 
 
 def test_every_link_between_the_pages_leads_somewhere() -> None:

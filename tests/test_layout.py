@@ -297,3 +297,9 @@ def test_the_page_has_the_table() -> None:
     assert table() in page
     for key in KEYS.values():
         assert f"`{key}`" in page
+
+
+def test_a_line_tells_all_that_is_not_plain() -> None:
+    assert Layout(4, 1).describe() == "one process"
+    layout = Layout(4, 1, shard=2, sharding="full_shard", compute="bf16", compile=True)
+    assert layout.describe() == "shard=2, sharding=full_shard, compute=bf16, compile"

@@ -1,11 +1,9 @@
-"""Wrong requests for a layout: exit code 2, one message with the key and what to do, and
-nothing left behind. And that what the table refuses does indeed not work."""
+"""Wrong requests for a layout: one message with the key and what to do, and nothing left
+behind. And that what the table refuses does indeed not work."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -24,7 +22,7 @@ from rostra.layout import Layout, refusals
 from rostra.models import scratch_config
 from rostra.parallel.activations import checkpoint_activations
 from rostra.train.choose import choose_layout
-from support import need
+from support import ended, need, refused, rostra, start
 
 Tiny = Callable[..., dict[str, Any]]
 CPU = torch.device("cpu")
@@ -230,49 +228,29 @@ def test_a_wrong_request_leaves_nothing(case: str, tiny: Tiny, tmp_path: Path) -
     assert not (tmp_path / "run").exists()
 
 
-def refused(arguments: list[str], folder: Path, *said: str) -> None:
-    """Exit code 2 of a process of its own, one message, and nothing left in `folder`."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    environment["DS_ACCELERATOR"] = "cpu"
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=environment,
-        check=False,
-    )
-    assert done.returncode == 2, done.stderr
-    assert done.stdout == ""
-    assert "Traceback" not in done.stderr
-    assert done.stderr.count("rostra: ") == 1, done.stderr
-    for words in said:
-        assert words in done.stderr
-    assert not folder.exists()
-
-
 def written(path: Path, values: dict[str, Any]) -> str:
     path.write_text(json.dumps(values))
     return str(path)
 
 
 def test_ranks_of_a_run_refuse_together(tiny: Tiny, tmp_path: Path) -> None:
-    """Of the table and of the model, through `rostra train --workers`."""
-    train = ["-m", "rostra.cli", "train"]
-    wrong = {"parallel": {"sharding": "zero1"}, "memory": {"optimizer_states": "int8"}}
-    config = written(tmp_path / "table.yaml", tiny(**wrong))
-    told = "memory.optimizer_states = int8, parallel.sharding = zero1, parallel.shard = 2: "
-    refused([*train, config, "--workers", "2"], tmp_path / "run", told, "the nearest layout")
-    config = written(tmp_path / "model.yaml", tiny(parallel={"tensor": 3}))
-    refused([*train, config, "--workers", "3"], tmp_path / "run", "parallel.tensor = 3", "heads")
+    """Processes of their own, through `rostra train --workers`: what all say is told once."""
+    values = tiny(parallel={"context": 2}, data={"sequence_length": 33})
+    config = written(tmp_path / "run.yaml", values)
+    told = ("parallel.context = 2", "data.sequence_length (33)")
+    refused(ended(start("train", config, "--workers", "2")), *told)
+    assert not (tmp_path / "run").exists()
 
 
-def test_deepspeed_that_is_not_installed(tiny: Tiny, tmp_path: Path) -> None:
+def test_deepspeed_that_is_not_installed(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its import is blocked: the error is Python's own for a module that is not there."""
-    program = "import sys; sys.modules['deepspeed'] = None; from rostra.cli import main; main()"
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
     config = written(tmp_path / "run.yaml", tiny(parallel={"engine": "deepspeed"}))
     said = ("parallel.engine: deepspeed", "rostra[deepspeed]", "parallel.engine: torch")
-    refused(["-c", program, "train", config], tmp_path / "run", *said)
+    refused(rostra("train", config), *said)
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_nvme_folder_that_is_not_there(tiny: Tiny, tmp_path: Path) -> None:
@@ -281,9 +259,9 @@ def test_an_nvme_folder_that_is_not_there(tiny: Tiny, tmp_path: Path) -> None:
     offload = {"optimizer": "nvme", "path": str(tmp_path / "nvme")}
     parallel = {"engine": "deepspeed", "sharding": "full_shard"}
     values = tiny(parallel=parallel, memory={"offload": offload})
-    config = written(tmp_path / "run.yaml", values)
-    said = ("memory.offload.optimizer", str(tmp_path / "nvme"), "offload to cpu")
-    refused(["-m", "rostra.cli", "train", config], tmp_path / "run", *said)
+    done = rostra("train", written(tmp_path / "run.yaml", values))
+    refused(done, "memory.offload.optimizer", str(tmp_path / "nvme"), "offload to cpu")
+    assert not (tmp_path / "run").exists()
 
 
 # Rows that stand for gaps of what is under Rostra: when it begins to work, a row can go.
@@ -316,13 +294,13 @@ def test_kept_operations_are_for_one_backward_pass(mode: str) -> None:
     total = model(inputs_embeds=embedded, use_cache=False).logits.square().sum()
     torch.autograd.grad(total, embedded, retain_graph=True)
     weights = list(model.model.layers.parameters())
-    if refused := refusals(asked):
-        assert [rule.name for rule in refused] == ["zero bubble recomputes whole modules"]
+    if rules := refusals(asked):
+        assert [rule.name for rule in rules] == ["zero bubble recomputes whole modules"]
         with pytest.raises(RuntimeError, match="only allowed to backward once"):
             torch.autograd.grad(total, weights)
     else:
         torch.autograd.grad(total, weights)
-    assert bool(refused) == (mode == "selective:operations")
+    assert bool(rules) == (mode == "selective:operations")
 
 
 def test_bf16_pure_over_parts_would_be_float32(ranks: Ranks) -> None:

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rostra.config import Config, config_from_dict, read_config
+from rostra.config import Config, Translation, config_from_dict, read_axolotl, read_config
 from rostra.errors import RequestError
 from rostra.store import RunFolder
 
 if TYPE_CHECKING:  # imported inside the verbs: a mistake in a config is answered at once
-    from rostra.data import Prepared
+    from rostra.data import Inspection, Prepared
     from rostra.events import Listener
     from rostra.generate import Sampling
     from rostra.verify import Verification
@@ -28,16 +28,23 @@ if TYPE_CHECKING:  # imported inside the verbs: a mistake in a config is answere
 
 @dataclass(frozen=True)
 class Run:
-    """One run: its config, and the folder that holds or will hold it."""
+    """One run: its config, and the folder that holds or will hold it.
+
+    `note` tells what became of the keys of an Axolotl file, when the config was one.
+    """
 
     config: Config
+    note: str = ""
 
     @classmethod
     def open(cls, source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Run:
         """From a config file, a run's folder, or a table; `overrides` are "section.key=value".
+        An Axolotl file is for as many ranks as were started.
 
         Raises RequestError when it does not describe a run.
         """
+        from rostra.workers import detect
+
         if isinstance(source, Mapping):
             return cls(config_from_dict(source, overrides))
         path = Path(source)
@@ -49,7 +56,9 @@ class Run:
                     RunFolder(path).config, [*overrides, f"run.output={json.dumps(str(path))}"]
                 )
             )
-        return cls(read_config(path, overrides))
+        notes: list[str] = []
+        config = read_config(path, overrides, detect(os.environ).size, notes.append)
+        return cls(config, "\n".join(notes))
 
     @property
     def path(self) -> Path:
@@ -86,6 +95,20 @@ class Run:
         from rostra.data import prepare
 
         return prepare(self.config.data, self.config.model.pretrained, notice)
+
+    def inspect(self, examples: int = 3, notice: Callable[[str], None] = print) -> Inspection:
+        """What is trained on: counts, packing, and so many examples token by token."""
+        from rostra.data import inspect_data
+
+        config = self.config
+        return inspect_data(
+            config.data,
+            config.model.pretrained,
+            config.run.seed,
+            config.train.global_batch_size,
+            examples,
+            notice,
+        )
 
     def train(
         self,
@@ -142,9 +165,42 @@ class Run:
         engine = build_engine(config, layout, model, device, 1, events)
         return Evaluator(config, prepared, engine, events).final(folder.model)
 
+    def merge(
+        self,
+        output: str | Path | None = None,
+        adapters: Sequence[str] = (),
+        dequantize: bool | None = None,
+        notice: Callable[[str], None] = print,
+    ) -> dict[str, Any]:
+        """The adapter of a finished run and its base as one model in `output`, by default the
+        run's `model/`; `adapters` as on the command line. See `rostra.export.merge_run`."""
+        from rostra.export import merge_run
+
+        path = None if output is None else Path(output)
+        return merge_run(self.config, path, adapters, dequantize, notice=notice)
+
     def generate(self, prompt: str, sampling: Sampling | None = None) -> str:
         """The text that the final model writes after `prompt`."""
         from rostra.generate import Sampling, generate_text, load_for_generation
 
         model, tokenizer = load_for_generation(str(self.path))
         return generate_text(model, tokenizer, prompt, sampling or Sampling())
+
+
+def migrate(source: str | Path, output: str | Path | None = None, ranks: int = 1) -> Translation:
+    """An Axolotl file as a config for so many ranks, written to `output` where that is given and
+    no key was refused; `check()` of the answer raises for those that were.
+
+    Raises RequestError when it is no such file, when the config is none that Rostra can run, and
+    when `output` is there already.
+    """
+    from rostra.config.axolotl import to_yaml
+
+    found = read_axolotl(source, ranks)
+    if output is not None and not found.refused:
+        try:
+            with Path(output).open("x", encoding="utf-8") as file:
+                file.write(to_yaml(found))
+        except OSError as error:
+            raise RequestError(f"--output {output}: cannot be written: {error}") from error
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rostra.errors import RostraError
+from rostra.errors import RequestError, RostraError
 
 app = typer.Typer(
     help="Train language models on whatever hardware there is, from one YAML file.",
@@ -62,6 +63,8 @@ def train(
         from rostra.workers import start
 
         sys.exit(start(sys.argv[1:], count))
+    if run.note:
+        _say(run.note)
     progress = Progress(sys.stderr, run.config.monitor.log_every)
     try:
         summary = run.train([progress], origin, with_optimizer, new_learning_rate)
@@ -82,6 +85,20 @@ def prepare(config: ConfigFile, overrides: Overrides = [], as_json: Json = False
         "skipped": prepared.skipped,
     }
     _answer(found, as_json, lambda: _table(found))
+
+
+@app.command()
+def inspect(
+    config: ConfigFile,
+    overrides: Overrides = [],  # noqa: B006
+    examples: Annotated[int, typer.Option(min=0, help="how many are shown token by token")] = 3,
+    as_json: Json = False,
+) -> None:
+    """Show what a config trains on: documents or examples in tokens, and how they are packed."""
+    from rostra.api import Run
+
+    found = Run.open(config, overrides).inspect(examples, _say)
+    _answer(found.to_dict(), as_json, found.show)
 
 
 @app.command()
@@ -120,6 +137,46 @@ def evaluate(run: RunOrModel, overrides: Overrides = [], as_json: Json = False) 
 
 
 @app.command()
+def merge(
+    run: Annotated[str | None, typer.Argument(help="a run's folder", metavar="[RUN]")] = None,
+    adapters: Annotated[
+        list[str],
+        typer.Option(
+            "--adapter",
+            metavar="PATH[:WEIGHT]",
+            help="an adapter's folder, a run's or a hub id, beside the run's own; the weight is 1",
+        ),
+    ] = [],  # noqa: B006
+    base: Annotated[
+        str | None, typer.Option(help="without a run: the model's folder or hub id")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="the model's new folder; RUN/model when not given")
+    ] = None,
+    dequantize: Annotated[
+        bool | None,
+        typer.Option(
+            help="a run on a quantised base: merge into the weights that it saw (the default), "
+            "or into those on disk"
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write base and adapters as one model, after comparing its logits with theirs."""
+    if run is not None and base is None:
+        from rostra.api import Run
+
+        found = Run.open(run).merge(output, adapters, dequantize, _say)
+    elif run is None and dequantize is None:
+        from rostra.export import merge_folders
+
+        found = merge_folders(base, adapters, output, _say)
+    else:
+        raise RequestError("merge: --base is for a merge without a run, --dequantize for a run's")
+    _answer(found, as_json, lambda: _table(found))
+
+
+@app.command()
 def verify(
     config: ConfigFile,
     overrides: Overrides = [],  # noqa: B006
@@ -145,6 +202,26 @@ def verify(
 
     found = Run.open(config, overrides).verify(layouts, steps, workers, precision, _say)
     _answer(found.to_dict(), as_json, lambda: show(found))
+    found.check()
+
+
+@app.command()
+def migrate(
+    file: Annotated[Path, typer.Argument(help="an Axolotl file", metavar="FILE")],
+    output: Annotated[
+        Path | None, typer.Option(help="the new config; standard output when not given")
+    ] = None,
+    workers: Annotated[
+        int, typer.Option("--workers", min=1, help="ranks that Axolotl's batch is for")
+    ] = 1,
+    as_json: Json = False,
+) -> None:
+    """Turn an Axolotl file into a config, and tell what becomes of each key."""
+    from rostra.api import migrate
+    from rostra.config.axolotl import show
+
+    found = migrate(file, output, workers)
+    _answer(found.to_dict(), as_json, lambda: show(found, output is None))
     found.check()
 
 
@@ -192,8 +269,16 @@ def _table(values: dict[str, Any]) -> None:
     Console().print(table)
 
 
+def _quiet_libraries() -> None:
+    """What libraries warn of while they are imported is nothing that a user of ours can change:
+    extensions for other devices, renamed parts of each other."""
+    for name in ("torchao", "torch.utils._pytree", "bitsandbytes", "DeepSpeed"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
 def main() -> None:
     """The `rostra` command: errors that were foreseen are one message and an exit code."""
+    _quiet_libraries()
     try:
         app()
     except RostraError as error:

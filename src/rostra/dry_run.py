@@ -19,11 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    is_traceable_wrapper_subclass,
-    is_traceable_wrapper_subclass_type,
-)
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -33,7 +29,7 @@ from rostra.config import Config
 from rostra.errors import RequestError
 from rostra.events import Events
 from rostra.layout import Layout, explain
-from rostra.memory import KINDS
+from rostra.memory import KINDS, stored_tensors
 from rostra.models.weights import model_on_meta
 from rostra.parallel import TorchEngine
 from rostra.parallel.held import local
@@ -256,7 +252,7 @@ class _Watch(TorchDispatchMode):
         """Those that hold `tensors` now; whatever else is among them holds none."""
         found = set()
         for tensor in tensors:
-            for part in _plain(tensor) if isinstance(tensor, Tensor) else ():
+            for part in stored_tensors(tensor) if isinstance(tensor, Tensor) else ():
                 if (block := self._live.get(part.untyped_storage()._cdata)) is not None:
                     found.add(block.number)
         return found
@@ -288,13 +284,3 @@ class _Block:
     number: int
     storage: weakref.ref[torch.UntypedStorage]
     bytes: int = 0
-
-
-def _plain(tensor: Tensor) -> Iterator[Tensor]:
-    """What holds the bytes: a rank's part of a DTensor, codes and scales of a low-bit one."""
-    if not is_traceable_wrapper_subclass(tensor):
-        yield tensor
-        return
-    for name in tensor.__tensor_flatten__()[0]:
-        if isinstance(inner := getattr(tensor, name), Tensor):
-            yield from _plain(inner)

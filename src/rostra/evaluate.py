@@ -10,17 +10,19 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerFast
 
 from rostra.batch import IGNORE, Batch
-from rostra.data import HeldOut
+from rostra.data import HeldOut, Packed
+from rostra.data.chat import MARKS
 
-Forward = Callable[[Batch], tuple[float, int]]
+Forward = Callable[[Batch], tuple[float, float]]
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Over all held-out documents: `loss` in nats a token; `bits_per_byte`, the nats of all
-    tokens over ln 2 and the documents' UTF-8 bytes."""
+    """Over all held-out documents or examples: `loss` in nats a token; `bits_per_byte`, the nats
+    of all tokens over ln 2 and the documents' UTF-8 bytes."""
 
     loss: float
     perplexity: float
@@ -56,7 +58,7 @@ def evaluate(
     for batch in _batches(counted(), start, sequence_length, stride, batch_size):
         nats, foretold = forward(batch)
         total += nats
-        targets += foretold
+        targets += round(foretold)
     loss = total / max(1, targets)
     return Evaluation(
         loss=loss,
@@ -111,6 +113,53 @@ def _stack(rows: list[Window], length: int, size: int) -> Batch:
         labels[index, : len(targets)] = targets
     positions = torch.arange(length).expand(size, length).contiguous()
     return Batch(torch.from_numpy(inputs), torch.from_numpy(labels), positions)
+
+
+def evaluate_examples(
+    forward: Forward,
+    samples: Packed,
+    tokenizer: PreTrainedTokenizerFast,
+    batch_size: int,
+    documents: int | None = None,
+) -> Evaluation:
+    """Over the targets of held-out examples: `loss` by their weights, `tokens` their number,
+    `bits_per_byte` by the bytes of their text, in which special tokens and marks of turns have
+    none.
+
+    `samples` are those of the held-out shards; with `documents`, of as many rows as hold about
+    so many examples, always the same ones.
+    """
+    rows = len(samples)
+    if documents is not None:
+        rows = min(rows, math.ceil(rows * documents / max(1, samples.shards.documents)))
+    chosen = samples.order(0)(np.arange(rows))
+    total, weight, targets, size = 0.0, 0.0, 0, 0
+    seen: set[str] = set()
+    added = tokenizer.added_tokens_decoder.items()
+    marks = [id for id, token in added if token.special or MARKS.fullmatch(token.content)]
+    for first in range(0, rows, batch_size):
+        indices = chosen[first : first + batch_size]
+        batch = samples.batch(indices)
+        nats, counted = forward(batch.padded(batch_size))
+        total, weight, targets = total + nats, weight + counted, targets + batch.targets
+        size += _target_bytes(batch, tokenizer, marks)
+        seen.update(id for index in indices.tolist() for id in samples.document_ids(index))
+    loss = total / weight if weight else 0.0
+    return Evaluation(
+        loss=loss,
+        perplexity=math.exp(min(loss, 700.0)),
+        bits_per_byte=loss * targets / math.log(2) / max(1, size),
+        tokens=targets,
+        documents=len(seen),
+    )
+
+
+def _target_bytes(batch: Batch, tokenizer: PreTrainedTokenizerFast, marks: list[int]) -> int:
+    """Bytes in UTF-8 of the text of all targets, without `marks`."""
+    passed = torch.tensor([IGNORE, *marks])
+    trained = [row[~torch.isin(row, passed)].tolist() for row in batch.labels]
+    texts = tokenizer.backend_tokenizer.decode_batch(trained, skip_special_tokens=False)
+    return sum(len(text.encode()) for text in texts)
 
 
 def xz_bits_per_byte(documents: Iterable[HeldOut]) -> tuple[float, float]:

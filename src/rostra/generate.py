@@ -31,12 +31,22 @@ def load_for_generation(path: str) -> tuple[PreTrainedModel, Any]:
     folder = Path(path)
     if (folder / "model" / "config.json").exists():
         path = str(folder / "model")
+    elif (adapter := folder / "adapter").is_dir():
+        return load_adapted(adapter).to(best_device()), load_tokenizer(adapter)
     elif (folder / "checkpoints").is_dir():
         raise RequestError(f"{path}: this run has no final model yet; let it finish first")
     elif path.startswith((".", "/")) and not (folder / "config.json").exists():
         raise RequestError(f"{path}: no such model: give a run's folder or a model's")
     model = load_model(path).to(best_device())
     return model, load_tokenizer(path)
+
+
+def load_adapted(path: Path) -> PreTrainedModel:
+    """A base model with the adapter in the folder `path`, as peft puts them together."""
+    from peft import PeftConfig, PeftModel
+
+    base = PeftConfig.from_pretrained(str(path)).base_model_name_or_path
+    return PeftModel.from_pretrained(load_model(base), str(path))
 
 
 @torch.no_grad()

@@ -96,13 +96,13 @@ def _storages(tensors: Iterable[Tensor | None]) -> dict[int, int]:
     """Address and bytes of each storage once, however many tensors share it (tied weights)."""
     found = {}
     for tensor in tensors:
-        for plain in () if tensor is None else _plain(tensor):
+        for plain in () if tensor is None else stored_tensors(tensor):
             if plain.untyped_storage().nbytes():
                 found[plain.untyped_storage().data_ptr()] = plain.untyped_storage().nbytes()
     return found
 
 
-def _plain(tensor: Tensor) -> Iterator[Tensor]:
+def stored_tensors(tensor: Tensor) -> Iterator[Tensor]:
     """What holds the bytes: a rank's part of a DTensor or of what DeepSpeed's ZeRO-3 has cut
     (`ds_tensor`), codes and scales of a low-bit one."""
     if not hasattr(tensor, "__tensor_flatten__"):
@@ -110,7 +110,7 @@ def _plain(tensor: Tensor) -> Iterator[Tensor]:
         return
     for name in tensor.__tensor_flatten__()[0]:
         if isinstance(inner := getattr(tensor, name), Tensor):
-            yield from _plain(inner)
+            yield from stored_tensors(inner)
 
 
 @contextlib.contextmanager

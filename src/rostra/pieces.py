@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -36,10 +35,6 @@ class Piece:
     data: Tensor
     shape: tuple[int, ...]
     offset: tuple[int, ...]
-
-    @property
-    def whole(self) -> bool:
-        return tuple(self.data.shape) == self.shape
 
 
 class Reader(Protocol):
@@ -109,23 +104,6 @@ def _splits(tensor: DTensor) -> list[tuple[int, int, int]]:
     return [*plain, *reversed(strided)]
 
 
-def owns(tensor: Tensor, first: int = 0) -> bool:
-    """Whether this rank is the one that writes its part of `tensor`; of equal copies one does.
-
-    `first` is the lowest of the ranks that hold this part of the model: of its pipeline
-    stage, where there are stages. The copy is written in which that rank has a part.
-    """
-    if not isinstance(tensor, DTensor):
-        return first == (dist.get_rank() if dist.is_initialized() else 0)
-    mesh = tensor.device_mesh
-    coordinate = mesh.get_coordinate()
-    if coordinate is None or int(mesh.mesh.min()) != first:
-        return False
-    copies = zip(coordinate, tensor.placements, strict=True)
-    is_first = all(at == 0 for at, x in copies if isinstance(x, Replicate))
-    return is_first and tensor.to_local().numel() > 0
-
-
 @torch.no_grad()
 def fill(tensor: Tensor, reader: Reader, name: str) -> None:
     """Copy this rank's part of `name` into `tensor`, a plain one or a DTensor, in its dtype.
@@ -146,6 +124,11 @@ def cut(tensor: Tensor, offset: Span, size: Span) -> Tensor:
     else:
         part = tensor.flatten()[offset[0] : offset[0] + size[0]]
     return part.to("cpu", copy=True)
+
+
+def read_whole(reader: Reader, name: str) -> Tensor:
+    shape = reader.shape(name)
+    return reader.read(name, (0,) * len(shape), shape)
 
 
 class Tensors:

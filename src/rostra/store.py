@@ -259,6 +259,10 @@ class RunFolder:
         return self.path / "model"
 
     @property
+    def adapter(self) -> Path:
+        return self.path / "adapter"
+
+    @property
     def report(self) -> Path:
         return self.path / "report.html"
 

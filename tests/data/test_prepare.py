@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from rostra.config import read_config
-from rostra.config.schema import DataSection, PythonDocsSource
+from rostra.config.schema import DataSection
+from rostra.config.sources import PythonDocsSource
 from rostra.data import Encoder, Prepared, held_out, open_prepared, prepare
 from rostra.data.python_docs import PythonDocsReader
 from rostra.data.sources import BadRecords

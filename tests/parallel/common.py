@@ -41,16 +41,22 @@ def config_of(**sections: Any) -> Any:
     return config_from_dict(values)
 
 
-def model_of(architecture: str, layers: int = 4) -> PreTrainedModel:
+def model_of(
+    architecture: str,
+    layers: int = 4,
+    attention: str | None = None,
+    vocabulary: int = VOCABULARY,
+    **sizes: Any,
+) -> PreTrainedModel:
     if architecture == "qwen3_moe":
         return mixture(layers)
     size: dict[str, Any] = {"hidden_size": 32, "layers": layers, "heads": 4}
     size["intermediate_size"] = 64
     if architecture != "gpt2":
         size["kv_heads"] = 2
-    section = ModelSection.model_validate({"architecture": architecture, "size": size})
+    section = ModelSection.model_validate({"architecture": architecture, "size": size | sizes})
     special = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-    return create_model(scratch_config(section, VOCABULARY, LENGTH, special), 1)
+    return create_model(scratch_config(section, vocabulary, LENGTH, special), 1, attention)
 
 
 def mixture(layers: int) -> PreTrainedModel:

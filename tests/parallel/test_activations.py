@@ -224,6 +224,25 @@ def test_a_full_disk_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
         step(model_of("llama", mode="offload"))
 
 
+def test_one_file_serves_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Emptied when a step begins, and no shorter than what its layers save."""
+    made: list[Any] = []
+    plain = activation_offload.tempfile.TemporaryFile
+
+    def counted() -> Any:
+        made.append(plain())
+        return made[-1]
+
+    monkeypatch.setattr(activation_offload.tempfile, "TemporaryFile", counted)
+    model, sizes = model_of("llama", mode="offload"), []
+    for _ in range(3):
+        backward(model)
+        sizes.append(made[0].seek(0, 2))
+    assert len(made) == 1
+    assert len(set(sizes)) == 1
+    assert sizes[0] > 0
+
+
 def _sharded(mode: str) -> dict[str, Tensor]:
     model = model_of("llama", mode=mode)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

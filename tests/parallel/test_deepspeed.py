@@ -10,22 +10,23 @@ from pathlib import Path
 from shutil import which
 from typing import Any
 
+import common
 import pytest
 import torch
 import torch.distributed as dist
+from common import CPU, VOCABULARY
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ranks import Ranks
-from rostra.batch import IGNORE, Batch
-from rostra.build import build_engine
-from rostra.config import config_from_dict
+from rostra.batch import Batch
+from rostra.build import build_engine, check_layout
+from rostra.config import Config
 from rostra.config.deepspeed import deepspeed_config, layout_keys, read_deepspeed
-from rostra.config.schema import ModelSection, OptimizerSection, ScheduleSection
+from rostra.config.schema import OptimizerSection, ScheduleSection
 from rostra.errors import RequestError
 from rostra.events import Events
 from rostra.layout import Layout
-from rostra.models import create_model, scratch_config
 from rostra.optim import LossScale, chunked_cross_entropy, make_schedule
 from rostra.parallel.deepspeed_engine import DeepSpeedEngine
 from rostra.parallel.deepspeed_start import (
@@ -38,29 +39,11 @@ from rostra.parallel.mesh import Mesh
 from rostra.parallel.stage import AUTOCAST, Stage
 from rostra.parallel.torch_engine import TorchEngine
 from rostra.pieces import Below, PieceReader, Reader, merge, write_pieces
-from support import need
+from support import GUIDE, need
 
-CPU = torch.device("cpu")
-VOCABULARY, LENGTH, SAMPLES, CLIP = 98, 16, 7, 0.5
+SAMPLES, CLIP = 7, 0.5
 STEPS = 5
 ZERO = {"no_shard": 0, "zero1": 1, "shard_grad_op": 2, "full_shard": 3}
-GUIDE = """# ds_config.json
-{
-  "zero_optimization": {
-    "stage": 3,
-    "overlap_comm": true,
-    "contiguous_gradients": true,
-    "sub_group_size": 1e9,
-    "reduce_bucket_size": 5e8,
-    "offload_optimizer": {"device": "cpu"},  # ZeRO-Infinity
-    "offload_param": {"device": "cpu"}
-  },
-  "bf16": {"enabled": true},
-  "gradient_clipping": 1.0,
-  "train_micro_batch_size_per_gpu": 4,
-  "gradient_accumulation_steps": 8
-}
-"""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -88,33 +71,26 @@ def swapping(host_adam: None) -> None:
 
 
 def model_of(hidden: int = 32, vocabulary: int = VOCABULARY, tied: bool = False) -> PreTrainedModel:
-    size = {"hidden_size": hidden, "layers": 2, "heads": 4, "kv_heads": 2}
-    size |= {"intermediate_size": 64, "tie_embeddings": tied}
-    section = ModelSection.model_validate({"architecture": "llama", "size": size})
-    special = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-    return create_model(scratch_config(section, vocabulary, LENGTH, special), 1, "sdpa").train()
+    sizes = {"hidden_size": hidden, "tie_embeddings": tied}
+    return common.model_of("llama", 2, "sdpa", vocabulary, **sizes).train()
 
 
 def batch_of(seed: int, samples: int = SAMPLES) -> Batch:
-    """Samples with very unequal numbers of targets."""
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, VOCABULARY, (samples, LENGTH + 1), generator=generator)
-    labels = tokens[:, 1:].clone()
-    for row in range(samples):
-        labels[row, : row * LENGTH // samples] = IGNORE
-    return Batch(tokens[:, :-1].contiguous(), labels, torch.arange(LENGTH).repeat(samples, 1))
+    return common.batch_of(seed, samples)
 
 
 def stage_of(model: PreTrainedModel, compute: str = "fp32") -> Stage:
-    def inputs(batch: Batch) -> tuple[dict[str, Any], Tensor]:
+    def inputs(batch: Batch) -> tuple[dict[str, Any], Batch]:
         positions = {"position_ids": batch.position_ids}
-        return {"input_ids": batch.input_ids, "use_cache": False, **positions}, batch.labels
+        return {"input_ids": batch.input_ids, "use_cache": False, **positions}, batch
 
     def loss(
-        model: PreTrainedModel, inputs: dict[str, Any], labels: Tensor, factor: float
+        model: PreTrainedModel, inputs: dict[str, Any], batch: Batch, factor: float
     ) -> tuple[Tensor, Tensor]:
         hidden = model.base_model(**inputs).last_hidden_state
-        return chunked_cross_entropy(hidden, model.lm_head.weight, labels, scale=factor, chunk=24)
+        return chunked_cross_entropy(
+            hidden, model.lm_head.weight, batch.labels, scale=factor, chunk=24
+        )
 
     dtype = AUTOCAST.get(compute)
     cast = nullcontext if dtype is None else partial(torch.autocast, "cpu", dtype)
@@ -129,24 +105,19 @@ def section(name: str = "adamw") -> OptimizerSection:
     return OptimizerSection.model_validate({"name": name, "learning_rate": 1e-2})
 
 
+def config_of(name: str) -> Config:
+    return common.config_of(
+        train={"global_batch_size": SAMPLES},
+        optimizer={"name": name, "learning_rate": 1e-2},
+        schedule={"warmup": 2},
+        stability={"clip": CLIP},
+    )
+
+
 def alone(name: str = "adamw", compute: Any = "fp32", **shape: Any) -> TorchEngine:
     """One process on PyTorch alone."""
-    config = config_from_dict(
-        {
-            "model": {"preset": "tiny"},
-            "data": {
-                "sources": [{"type": "python_docs"}],
-                "tokenizer": {"vocabulary": 300},
-                "sequence_length": LENGTH,
-            },
-            "train": {"steps": 10, "global_batch_size": SAMPLES, "loss_chunk": 24},
-            "optimizer": {"name": name, "learning_rate": 1e-2},
-            "schedule": {"warmup": 2},
-            "stability": {"clip": CLIP},
-        }
-    )
     layout = Layout(SAMPLES, 1, compute=compute)
-    return build_engine(config, layout, model_of(**shape), CPU, 10, Events())
+    return build_engine(config_of(name), layout, model_of(**shape), CPU, 10, Events())
 
 
 def engine_of(
@@ -526,7 +497,8 @@ def test_an_nvme_folder_that_will_not_do(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def test_muon_and_adafactor_are_refused() -> None:
-    named = [("w", torch.nn.Parameter(torch.zeros(2, 2)))]
+    """Before anything is built."""
+    layout = Layout(SAMPLES, 1, engine="deepspeed")
     for name in ("muon", "adafactor"):
-        with pytest.raises(RequestError, match=f"optimizer.name = {name}.*adamw"):
-            make_deepspeed_optimizers(section(name), named, set(), Layout(1, 1))
+        with pytest.raises(RequestError, match=f"optimizer.name = {name}.*adamw.*engine: torch"):
+            check_layout(config_of(name), layout, model_of().config)

@@ -78,6 +78,13 @@ def test_sizes_that_do_not_fit_are_left_alone() -> None:
     assert names == {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
+def test_sizes_of_a_tensor_rank_count() -> None:
+    """Of 48 columns two ranks have 24 each; queries and what reads them are 2 x 16 still."""
+    names = {name.rpartition(".")[2] for name in to_float8(model_of("llama", 48), 2, emulate=True)}
+    assert names == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert len(to_float8(model_of("llama", 48), emulate=True)) == 14
+
+
 def test_a_model_without_data_is_changed_as_well() -> None:
     plain = model_of()
     with torch.device("meta"):

@@ -23,6 +23,7 @@ from rostra.layout import Layout
 from rostra.models import create_model, decoder_layers, evaluating
 from rostra.models.weights import model_on_meta
 from rostra.optim.losses import chunked_cross_entropy
+from rostra.parallel.held import local
 from rostra.parallel.mesh import DATA, Mesh
 from rostra.parallel.pipeline import Pipeline, check_pipeline
 from rostra.parallel.pipeline_split import (
@@ -86,13 +87,13 @@ def parts_of(count: int, seed: int = 0) -> list[Batch]:
     return list(whole.micro_batches(2))
 
 
-def inputs(batch: Batch) -> tuple[dict[str, Any], Tensor]:
+def inputs(batch: Batch) -> tuple[dict[str, Any], Batch]:
     ids = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
-    return {**ids, "use_cache": False}, batch.labels
+    return {**ids, "use_cache": False}, batch
 
 
 def loss(
-    model: PreTrainedModel, arguments: dict[str, Any], labels: Tensor, factor: float
+    model: PreTrainedModel, arguments: dict[str, Any], batch: Batch, factor: float
 ) -> tuple[Tensor, Tensor]:
     hidden = model.base_model(**arguments).last_hidden_state
     softcap = getattr(model.config, "final_logit_softcapping", None)
@@ -100,7 +101,7 @@ def loss(
     return chunked_cross_entropy(
         hidden,
         weight,
-        labels,
+        batch.labels,
         scale=factor,
         chunk=20,
         softcap=softcap,
@@ -141,6 +142,10 @@ def stages_of(kind: str, layers: int, layout: Layout, mesh: Mesh) -> list[Stage]
     return stages
 
 
+def own_gradient(parameter: torch.nn.Parameter) -> Tensor | None:
+    return None if parameter.grad is None else local(parameter.grad)
+
+
 def train(
     kind: str, layers: int, layout: Layout, factor: float, recompute: bool = False
 ) -> tuple[list[float], float, list[dict[str, Tensor]]]:
@@ -152,7 +157,7 @@ def train(
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
         if layout.sharding != "no_shard":
             shard(stage, own_layers(stage.model), mesh, layout)
-    pipeline = Pipeline(stages, mesh)
+    pipeline = Pipeline(stages, mesh, own_gradient)
     share = mesh.coordinate(*DATA)
     parts = parts_of(layout.accumulation * layout.data)
     own = parts[share * layout.accumulation : (share + 1) * layout.accumulation]
@@ -292,7 +297,7 @@ def evaluate(layout: Layout, sizes: list[int]) -> float:
     for stage in stages:
         stage.begin(1.0)
     parts = [part.rows(0, size) for part, size in zip(parts_of(len(sizes)), sizes, strict=True)]
-    Pipeline(stages, mesh)(parts, backward=False)
+    Pipeline(stages, mesh, own_gradient)(parts, backward=False)
     return float(mesh.sum(sum(stage.sum(CPU) for stage in stages), "pipeline"))
 
 
@@ -319,7 +324,7 @@ def train_autocast(layout: Layout) -> tuple[float, dict[str, Tensor]]:
     (stage,) = stages_of("llama", 4, layout, mesh)
     stage.begin(1.0)
     with torch.autocast("cpu", torch.bfloat16):
-        Pipeline([stage], mesh)(parts_of(layout.accumulation), backward=True)
+        Pipeline([stage], mesh, own_gradient)(parts_of(layout.accumulation), backward=True)
     return float(mesh.sum(stage.sum(CPU), "pipeline")), gradients_of(stage.model, {})
 
 

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import groupby
 from typing import Any
 
 import pytest
+import sequences
 import torch
 import torch.distributed as dist
 from common import config_of as config_from
 from common import difference, run
-from torch.distributed.device_mesh import init_device_mesh
+from sequences import LENGTH, SAMPLES, alone, assert_same, batch_of, model_of
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig
 from transformers.masking_utils import sdpa_mask, sliding_window_causal_mask_function
 
 from ranks import Ranks
-from rostra.batch import IGNORE, Batch
 from rostra.build import check_layout
 from rostra.errors import RequestError
 from rostra.models import decoder_layers
-from rostra.optim import cross_entropy_sum
 from rostra.parallel import ring as ring_module
 from rostra.parallel.activations import checkpoint_activations
 from rostra.parallel.communication import count_communication
@@ -31,110 +30,32 @@ from rostra.parallel.ring import Ring, split_ring
 from rostra.parallel.ring_blocks import first_keys, seen_blocks
 from rostra.train.choose import choose_layout
 
-VOCABULARY, LENGTH, SAMPLES = 97, 32, 2
 FAMILIES = ["llama", "mistral", "gemma2", "gemma3_text", "gpt2"]
+split = partial(sequences.split, split_ring)
 
 
 def config_of(family: str, heads: int = 3, kv_heads: int = 1, dropout: float = 0.0) -> Any:
-    if family == "gpt2":
-        dropouts = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), dropout)
-        sizes: dict[str, Any] = {"n_embd": 8 * heads, "n_layer": 2, "n_head": heads, **dropouts}
-    else:
-        sizes = {
-            "hidden_size": 8 * heads,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads,
-            "head_dim": 8,
-            "attention_dropout": dropout,
-        }
-    if family in {"mistral", "gemma2", "gemma3_text"}:
-        sizes["sliding_window"] = 7  # longer than a chunk of 4, shorter than one of 8
-    if family in {"gemma2", "gemma3_text"}:
-        sizes |= {"layer_types": ["sliding_attention", "full_attention"], "pad_token_id": 0}
-    if family == "gemma2":
-        sizes["attn_logit_softcapping"] = 0.5  # low, so that it bends
-    return AutoConfig.for_model(family, vocab_size=VOCABULARY, initializer_range=0.1, **sizes)
+    """Three query heads on one key head: neither can be dealt out to two ranks."""
+    return sequences.config_of(family, heads, kv_heads, dropout)
 
 
-def model_of(config: PretrainedConfig) -> PreTrainedModel:
-    torch.manual_seed(1)
-    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
-
-
-def batch_of() -> Batch:
-    """Documents that end within chunks and at their borders; ranks of unequal targets."""
-    tokens = torch.randint(
-        1, VOCABULARY, (SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(7)
-    )
-    labels = tokens[:, 1:].clone()
-    labels[0, :6] = IGNORE
-    positions = torch.arange(LENGTH).repeat(SAMPLES, 1)
-    for row, begins in enumerate([(3, 8, 21), (10,)]):
-        for begin in begins:
-            positions[row, begin:] = torch.arange(LENGTH - begin)
-    return Batch(tokens[:, :-1].contiguous(), labels, positions)
-
-
-Found = tuple[float, dict[str, torch.Tensor]]
-
-
-def gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-
-
-def alone(config: PretrainedConfig, batch: Batch, isolate: bool) -> Found:
-    """Loss and gradients of one process with transformers' own eager attention."""
-    model = model_of(config)
-    positions = {"position_ids": batch.position_ids} if isolate else {}
-    logits = model(input_ids=batch.input_ids, use_cache=False, **positions).logits
-    loss = cross_entropy_sum(logits, batch.labels) / batch.targets
-    loss.backward()
-    return loss.item(), gradients(model)
-
-
-def split(model: PreTrainedModel, batch: Batch, isolate: bool, autocast: bool = False) -> Found:
-    """The same by all ranks together; the model may have been wrapped before."""
-    ring = split_ring(model, init_device_mesh("cpu", (dist.get_world_size(),)))
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        logits = model(**ring.inputs(batch, isolate)).logits
-    loss = cross_entropy_sum(logits, ring.part(batch.labels)) / batch.targets
-    loss.backward()
-    total = loss.detach().clone()
-    for tensor in [total, *(p.grad for p in model.parameters() if p.grad is not None)]:
-        dist.all_reduce(tensor)
-    return total.item(), gradients(model)
-
-
-def assert_same(found: Found, expected: Found, tolerance: float = 1e-5) -> None:
-    assert found[0] == pytest.approx(expected[0], abs=tolerance)
-    assert found[1].keys() == expected[1].keys()
-    for name, gradient in expected[1].items():
-        torch.testing.assert_close(
-            found[1][name], gradient, atol=tolerance, rtol=tolerance, msg=lambda m, n=name: n + m
-        )
-
-
-def agrees(family: str, isolate: bool, block: int = 256) -> None:
+def agrees(family: str, block: int = 256) -> None:
     config, batch = config_of(family), batch_of()
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(ring_module._BLOCK, "cpu", block)
-        assert_same(split(model_of(config), batch, isolate), alone(config, batch, isolate))
+        for isolate in (True, False):
+            assert_same(split(model_of(config), batch, isolate), alone(config, batch, isolate))
 
 
-@pytest.mark.parametrize("isolate", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("size", [2, 4])
-def test_equals_one_process(ranks: Ranks, size: int, family: str, isolate: bool) -> None:
-    """Three query heads on one key head: neither can be dealt out to two ranks."""
-    ranks.run(size, agrees, family, isolate)
+def test_equals_one_process(ranks: Ranks, size: int, family: str) -> None:
+    ranks.run(size, agrees, family)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "mistral"])
 def test_a_chunk_may_have_several_blocks(ranks: Ranks, family: str) -> None:
-    for isolate in (True, False):
-        ranks.run(2, agrees, family, isolate, 3)
+    ranks.run(2, agrees, family, 3)
 
 
 def under_autocast() -> None:

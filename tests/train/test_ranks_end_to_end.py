@@ -1,15 +1,12 @@
 """The command line with several ranks: from a config to its final model, stopped, killed, resumed
-under another layout, refused."""
+under another layout."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,15 +14,14 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
+from runs import assert_same_run, losses, of_kind, weights, write
 from transformers import AutoModelForCausalLM
 
 from rostra import Run
 from rostra.checkpoint import open_checkpoint
-from rostra.events import Event, read_events
 from rostra.layout import Layout
 from rostra.store import RunFolder, read_manifest
+from support import ended, start, tiny_run, wait_for_steps
 
 STEPS = 40
 SHARDED = {"shard": 2}
@@ -40,95 +36,35 @@ def make(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
     section, or a section. A global batch of 5 is three samples for one of two ranks."""
     folder = tmp_path_factory.mktemp("runs")
 
-    def write(name: str, **sections: Any) -> tuple[Path, Path]:
-        values: Values = {
-            "run": {"name": name, "output": str(folder / name)},
-            "model": {"preset": "tiny"},
-            "data": {
-                "sources": [{"type": "text", "path": str(corpus)}],
-                "tokenizer": {"vocabulary": 300},
-                "sequence_length": 32,
-                "held_out": 0.2,
-            },
-            "train": {"steps": STEPS, "global_batch_size": 5, "compile": False},
-            "schedule": {"name": "constant", "warmup": 0},
-            "precision": {"compute": "fp32"},
-            "monitor": {"tensorboard": False},
-            "checkpoint": {"every": 9, "keep": 100},
-        }
-        for section, found in sections.items():
-            known = values.get(section)
-            values[section] = {**known, **found} if isinstance(known, dict) else found
-        path = folder / f"{name}.yaml"
-        path.write_text(json.dumps(values))  # JSON is YAML
-        return path, folder / name
+    def make(name: str, **sections: Any) -> tuple[Path, Path]:
+        train = {"steps": STEPS, "global_batch_size": 5, **sections.pop("train", {})}
+        values = tiny_run(
+            corpus,
+            folder / name,
+            train=train,
+            schedule={"name": "constant", "warmup": 0},
+            checkpoint={"every": 9, "keep": 100},
+            **sections,
+        )
+        return write(folder / f"{name}.yaml", values), folder / name
 
-    return write
+    return make
 
 
-def start(
-    config: Path, *more: str, launcher: tuple[str, ...] = (), **environment: str
-) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", *launcher, "rostra.cli", "train", str(config), *more]
-    return subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-    )
-
-
-def ended(process: subprocess.Popen[str], code: int) -> str:
-    """What it said on standard error, once it has ended with `code`."""
-    try:
-        _, said = process.communicate(timeout=200)
-    finally:
-        process.kill()  # its ranks go with it
-    assert process.returncode == code, said
-    return said
-
-
-def wait_for_steps(folder: Path, process: subprocess.Popen[str], steps: int) -> None:
-    path = folder / "events.jsonl"
-    while process.poll() is None:
-        if path.exists() and path.read_text().count('"event": "step"') >= steps:
-            return
-        time.sleep(0.02)
-    pytest.fail(f"ended early: {process.communicate()[1]}")
-
-
-def of_kind(path: Path, kind: str) -> list[Event]:
-    return [event for event in read_events(path / "events.jsonl") if event.kind == kind]
-
-
-def losses(path: Path) -> list[float]:
-    """The loss of every step; the later of two lines wins."""
-    found = {event["step"]: event["loss"] for event in of_kind(path, "step")}
-    assert list(found) == list(range(1, len(found) + 1))
-    return list(found.values())
-
-
-def weights(path: Path) -> dict[str, Tensor]:
-    return load_file(path / "model" / "model.safetensors")
-
-
-def assert_same_run(one: Path, two: Path) -> None:
-    """Bit by bit."""
-    assert losses(one) == losses(two)
-    first, second = weights(one), weights(two)
-    assert first.keys() == second.keys()
-    for name, value in first.items():
-        assert torch.equal(value, second[name]), name
+def said(process: subprocess.Popen[str], code: int) -> str:
+    """On standard error, once it has ended with `code`."""
+    done = ended(process)
+    assert done.returncode == code, done.stderr
+    return done.stderr
 
 
 def assert_like(one: Path, two: Path) -> None:
     """Of two layouts: losses in nats, and final weights."""
     assert losses(one) == pytest.approx(losses(two), rel=0, abs=1e-5)
-    first, second = weights(one), weights(two)
-    assert first.keys() == second.keys()
-    for name, value in first.items():
-        assert float((value - second[name]).abs().max()) < 1e-4, name
+    second = weights(two)
+    for name, value in weights(one).items():
+        assert float((value - second.pop(name)).abs().max()) < 1e-4, name
+    assert not second
 
 
 def layout_of(path: Path) -> Layout:
@@ -148,7 +84,7 @@ def alone(make: Make) -> Path:
 def sharded(make: Make) -> Path:
     """The run by two ranks that the command line starts, as the config asks for."""
     config, folder = make("sharded", parallel=SHARDED)
-    ended(start(config), 0)
+    said(start("train", config), 0)
     return folder
 
 
@@ -156,12 +92,12 @@ def sharded(make: Make) -> Path:
 def stopped(make: Make) -> Path:
     """The sharded run, longer, and stopped by SIGTERM on its way."""
     config, folder = make("stopped", parallel=SHARDED, train={"steps": 3000})
-    process = start(config)
+    process = start("train", config)
     wait_for_steps(folder, process, 11)
     process.send_signal(signal.SIGTERM)
-    said = ended(process, 75)
-    assert said.count("start the same command again to go on") == 1, said
-    assert "Traceback" not in said
+    told = said(process, 75)
+    assert told.count("start the same command again to go on") == 1, told
+    assert "Traceback" not in told
     return folder
 
 
@@ -211,43 +147,36 @@ def test_a_stop_is_saved_by_all_ranks_at_one_step(stopped: Path) -> None:
     assert not (stopped / "lock.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks", "parallel"),
-    [("one", 1, "auto"), ("auto", 2, "auto"), ("zero1", 2, {"shard": 2, "sharding": "zero1"})],
-)
-def test_a_stopped_run_goes_on_under_another_layout(
-    name: str, ranks: int, parallel: Any, make: Make, stopped: Path
-) -> None:
-    """Also under `--workers 2`, which are copies when nothing is said of parallelism."""
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_stopped_run_goes_on_under_another_layout(ranks: int, make: Make, stopped: Path) -> None:
+    """One process; and the copies that two ranks are when nothing is said of parallelism, here
+    under torchrun."""
     end = RunFolder(stopped).steps()[-1] + 5
-    config, folder = make(f"resumed-{name}", parallel=parallel, train={"steps": end})
+    config, folder = make(f"resumed-{ranks}", train={"steps": end})
     shutil.copytree(stopped, folder)
     if ranks == 1:
         Run.open(config).train()
     else:
-        workers = ("--workers", "2") if parallel == "auto" else ()
-        ended(start(config, *workers), 0)
+        torchrun = ("torch.distributed.run", "--nproc-per-node", "2", "-m")
+        said(start("train", config, launcher=torchrun), 0)
     layout = layout_of(folder)
-    assert (layout.world_size, layout.sharding) == (
-        ranks,
-        "zero1" if name == "zero1" else "no_shard",
-    )
+    assert (layout.world_size, layout.sharding) == (ranks, "no_shard")
     assert len(losses(folder)) == end
-    whole_config, whole = make(f"whole-{name}", train={"steps": end})
+    whole_config, whole = make(f"whole-{ranks}", train={"steps": end})
     Run.open(whole_config).train()
     assert_like(folder, whole)
 
 
 def kill(config: Path, folder: Path, rank: int, steps: int) -> None:
     """Start the run, and kill one of its two ranks once so many steps are told of in all."""
-    process = start(config)
+    process = start("train", config)
     wait_for_steps(folder, process, steps)
     ranks = psutil.Process(process.pid).children()
     (chosen,) = [each for each in ranks if each.environ().get("RANK") == str(rank)]
     chosen.kill()
-    said = ended(process, 4)
-    assert f"rostra: rank {rank} of 2" in said
-    assert "was killed by SIGKILL" in said
+    told = said(process, 4)
+    assert f"rostra: rank {rank} of 2" in told
+    assert "was killed by SIGKILL" in told
     assert not any(each.is_running() for each in ranks)
 
 
@@ -255,7 +184,7 @@ def test_a_killed_rank_ends_the_run_and_loses_nothing(make: Make, sharded: Path)
     config, folder = make("killed", parallel=SHARDED)
     kill(config, folder, 1, 20)
     assert RunFolder(folder).steps()[-1] < STEPS
-    ended(start(config), 0)
+    said(start("train", config), 0)
     assert of_kind(folder, "started")[-1]["step"] > 0
     assert_same_run(folder, sharded)
 
@@ -267,22 +196,7 @@ def test_either_rank_killed_again_and_again_loses_nothing(make: Make) -> None:
     config, folder = make("killed-often", **long)
     for number in range(8):
         kill(config, folder, number % 2, 15 * (number + 1))
-    ended(start(config), 0)
+    said(start("train", config), 0)
     whole_config, whole = make("never-killed", **long)
-    ended(start(whole_config), 0)
+    said(start("train", whole_config), 0)
     assert_same_run(folder, whole)
-
-
-def test_under_torchrun_it_is_the_same_run(make: Make, sharded: Path) -> None:
-    config, folder = make("torchrun", parallel=SHARDED)
-    launcher = ("torch.distributed.run", "--nproc-per-node", "2", "-m")
-    ended(start(config, launcher=launcher), 0)
-    assert_same_run(folder, sharded)
-
-
-def test_a_wrong_request_is_one_message_and_leaves_nothing(make: Make) -> None:
-    config, folder = make("wrong", train={"global_batch_size": 1})
-    said = ended(start(config, "--workers", "2"), 2)
-    assert said.count("rostra: ") == said.count("train.global_batch_size = 1") == 1, said
-    assert "Traceback" not in said
-    assert not folder.exists()

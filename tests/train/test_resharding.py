@@ -11,28 +11,18 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from parallel.common import (
-    CPU,
-    LENGTH,
-    VOCABULARY,
-    batch_of,
-    config_of,
-    mixture,
-    parameters_of,
-    part_of,
-)
+from parallel import common
+from parallel.common import CPU, batch_of, config_of, mixture, parameters_of, part_of
 from ranks import Ranks
 from rostra.build import build_engine
 from rostra.checkpoint import Position, open_checkpoint, save_checkpoint
-from rostra.config.schema import ModelSection
 from rostra.events import Events
 from rostra.layout import Layout
-from rostra.models import create_model, scratch_config
 from rostra.parallel import TorchEngine
 from rostra.store import RunFolder
 from rostra.train import train_step
 
-SAVED, STEPS = 3, 6  # steps done when it is saved, and in the end
+SAVED, STEPS = 2, 4  # steps done when it is saved, and in the end
 
 ONE: dict[str, Any] = {}
 DDP = {"replicate": 2}
@@ -47,10 +37,9 @@ INTERLEAVED = {"pipeline": 2, "pipeline_schedule": "interleaved_1f1b", "stages":
 BF16_PURE = {"compute": "bf16_pure"}
 INT8 = {"optimizer_states": "int8"}
 
-LLAMA = {"hidden_size": 32, "layers": 4, "heads": 4, "kv_heads": 2, "intermediate_size": 64}
 # A rank in four has less of a matrix than the others, nothing of some norm, and one layer of three.
 UNEVEN = {"hidden_size": 18, "layers": 3, "heads": 3, "kv_heads": 3, "intermediate_size": 50}
-WIDE = {**LLAMA, "layers": 1, "hidden_size": 256}  # halves of its matrices are whole blocks
+WIDE = {"layers": 1, "hidden_size": 256}  # halves of its matrices are whole blocks
 
 # Of losses in nats and of parameters, beside 1e-5: a last bit of bfloat16 weights of about 0.1,
 # and codes of 8 bits that a last bit of a gradient changes.
@@ -65,14 +54,11 @@ RINGS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
             "ddp": DDP,
             "zero1": ZERO1,
             "pipeline": PIPELINE,
-            "zero1 on 4": ZERO1_4,
             "shard_grad_op": GRAD_OP,
             "full_shard": FULL,
             "tensor": TENSOR,
-            "full_shard on 4": FULL_4,
             "context": {"context": 2},
             "hybrid_shard": {"shard": 2, "replicate": 2, "sharding": "hybrid_shard"},
-            "interleaved": INTERLEAVED,
             "full_shard x tensor": {**FULL, **TENSOR},
             "offloaded": {**FULL, "offload_parameters": "cpu", "offload_optimizer": "cpu"},
             "full_shard x pipeline": {**FULL, **PIPELINE},
@@ -106,11 +92,11 @@ RINGS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
     ),
     "sgd": (
         {"optimizer": {"name": "sgd", "momentum": 0.9, "learning_rate": 0.1}},
-        {"one process": ONE, "zero1": ZERO1, "full_shard x tensor": {**FULL, **TENSOR}},
+        {"one process": ONE, "zero1": ZERO1, "full_shard": FULL},
     ),
     "lion": (
         {"optimizer": {"name": "lion", "learning_rate": 1e-4}},
-        {"one process": ONE, "full_shard on 4": FULL_4, "pipeline": PIPELINE, "zero1": ZERO1},
+        {"one process": ONE, "full_shard": FULL, "zero1": ZERO1},
     ),
     "bf16_pure": (
         {"tolerance": "bf16"},
@@ -127,12 +113,8 @@ def model_of(what: dict[str, Any]) -> PreTrainedModel:
     architecture = what.get("architecture", "llama")
     if architecture == "qwen3_moe":
         return mixture(2)
-    size = {**what.get("size", LLAMA), "dropout": what.get("dropout", 0.0)}
-    if architecture == "gpt2":
-        del size["kv_heads"]
-    section = ModelSection.model_validate({"architecture": architecture, "size": size})
-    special = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-    return create_model(scratch_config(section, VOCABULARY, LENGTH, special), 1)
+    sizes = {**what.get("size", {}), "dropout": what.get("dropout", 0.0)}
+    return common.model_of(architecture, **sizes)
 
 
 def engine_of(what: dict[str, Any], layout: Layout, model: PreTrainedModel) -> TorchEngine:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,17 +15,17 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from runs import assert_same_run, losses, of_kind, write
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rostra import RequestError, Run
+from rostra import RequestError, Run, Sampling
 from rostra.checkpoint import Checkpoint, newest_checkpoint, open_checkpoint
 from rostra.errors import TrainingFailed
 from rostra.events import Event, read_events
 from rostra.hardware import can_compile
 from rostra.store import RunFolder, read_manifest
-from support import need
+from support import ended, need, start, tiny_run, wait_for_steps
 
 Tiny = Callable[..., dict[str, Any]]
 
@@ -46,25 +44,7 @@ def tensors_of(checkpoint: Checkpoint) -> dict[str, Tensor]:
     return {name: reader.read(name, (0,) * len(x), x) for name, x in shapes.items()}
 
 
-def losses(path: Path) -> dict[int, float]:
-    """The loss of every step; the later of two lines wins."""
-    events = read_events(path / "events.jsonl")
-    return {event["step"]: event["loss"] for event in events if event.kind == "step"}
-
-
-def weights(path: Path) -> dict[str, torch.Tensor]:
-    return load_file(path / "model" / "model.safetensors")
-
-
-def assert_same_run(one: Path, two: Path) -> None:
-    assert losses(one) == losses(two)
-    first, second = weights(one), weights(two)
-    assert first.keys() == second.keys()
-    for name, value in first.items():
-        assert torch.equal(value, second[name]), name
-
-
-def interrupt(run: Run, at: int) -> None:
+def interrupt(run: Run, at: int, **more: Any) -> None:
     """Train until step `at` and break off, as a crash would."""
 
     def crash(event: Event) -> None:
@@ -72,7 +52,15 @@ def interrupt(run: Run, at: int) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run.train([crash])
+        run.train([crash], **more)
+
+
+@pytest.fixture(scope="module")
+def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run that is over, for tests that only read it."""
+    run = Run.open(tiny_run(corpus, tmp_path_factory.mktemp("trained") / "run"))
+    run.train()
+    return run
 
 
 def test_a_run_leaves_all_its_parts(tiny: Tiny) -> None:
@@ -103,9 +91,8 @@ def test_a_run_leaves_all_its_parts(tiny: Tiny) -> None:
     assert found[12] < found[1] - 0.1
 
 
-def test_the_final_model_loads_in_transformers_with_equal_logits(tiny: Tiny) -> None:
-    run = Run.open(tiny())
-    run.train()
+def test_the_final_model_loads_in_transformers_with_equal_logits(trained: Run) -> None:
+    run = trained
     tensors = tensors_of(open_checkpoint(RunFolder(run.path).checkpoint(6)))
     model = AutoModelForCausalLM.from_pretrained(run.path / "model", dtype=torch.float32)
     for name, parameter in model.named_parameters():
@@ -119,36 +106,28 @@ def test_the_final_model_loads_in_transformers_with_equal_logits(tiny: Tiny) -> 
         assert torch.equal(model(ids).logits, ours(ids).logits)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adafactor", "lion", "muon"])
-def test_a_resumed_run_is_bit_identical(tiny: Tiny, tmp_path: Path, optimizer: str) -> None:
-    sections: dict[str, Any] = {
-        "optimizer": {"name": optimizer},
-        "model": {"preset": "tiny", "size": {"dropout": 0.1}},
-        "train": {"steps": 7},
-        "checkpoint": {"every": 3},
-    }
-    whole = Run.open(tiny(**sections, run={"output": str(tmp_path / "whole")}))
-    whole.train()
-    cut = Run.open(tiny(**sections, run={"output": str(tmp_path / "cut")}))
-    interrupt(cut, at=5)
-    assert RunFolder(cut.path).steps() == [3]
-    cut.train()
-    assert_same_run(whole.path, cut.path)
+OPTIMIZERS = ("adamw", "sgd", "adafactor", "lion", "muon")
+RESUMED: dict[str, dict[str, Any]] = {
+    **{name: {"optimizer": {"name": name}} for name in OPTIMIZERS},
+    **{name: {"precision": {"compute": name}} for name in ("bf16", "fp16", "bf16_pure")},
+}
 
 
-@pytest.mark.parametrize("compute", ["bf16", "fp16", "bf16_pure"])
-def test_a_resumed_run_is_bit_identical_in_half_precision(
-    tiny: Tiny, tmp_path: Path, compute: str
+@pytest.mark.parametrize("changed", RESUMED.values(), ids=RESUMED)
+def test_a_resumed_run_is_bit_identical(
+    tiny: Tiny, tmp_path: Path, changed: dict[str, Any]
 ) -> None:
     sections: dict[str, Any] = {
-        "precision": {"compute": compute},
-        "train": {"steps": 4},
-        "checkpoint": {"every": 2, "keep": 9},
+        "model": {"preset": "tiny", "size": {"dropout": 0.1}},
+        "train": {"steps": 5},
+        "checkpoint": {"every": 2},
+        **changed,
     }
     whole = Run.open(tiny(**sections, run={"output": str(tmp_path / "whole")}))
     whole.train()
-    cut = Run.open(tiny(**sections, run={"output": str(tmp_path / "cut")}))
+    cut = Run.open(tiny(**sections))
     interrupt(cut, at=3)
+    assert RunFolder(cut.path).steps() == [2]
     cut.train()
     assert_same_run(whole.path, cut.path)
 
@@ -160,79 +139,46 @@ def test_a_resumed_compiled_run_is_bit_identical(tiny: Tiny, tmp_path: Path) -> 
         "train": {"steps": 5, "compile": True},
         "checkpoint": {"every": 2},
     }
-    whole = write(tmp_path, "whole", tiny(**sections))
-    assert start(whole).wait() == 0
-    cut = write(tmp_path, "cut", tiny(**sections))
-    process = start(cut)
-    wait_for_steps(tmp_path / "cut", process, 3)
-    process.kill()
-    process.communicate()
+    whole = Run.open(tiny(**sections, run={"output": str(tmp_path / "whole")}))
+    whole.train()
+    interrupt(Run.open(tiny(**sections)), at=3)
+    torch._dynamo.reset()  # as in another process
     sections["train"]["compile"] = False  # the run keeps its own choice
-    assert start(write(tmp_path, "cut", tiny(**sections))).wait() == 0
-    assert_same_run(tmp_path / "whole", tmp_path / "cut")
+    cut = Run.open(tiny(**sections))
+    cut.train()
+    assert [event["layout"]["compile"] for event in of_kind(cut.path, "started")] == [True, True]
+    assert_same_run(whole.path, cut.path)
 
 
-def start(config: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "rostra.cli", "train", str(config)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    )
-
-
-def write(tmp_path: Path, name: str, values: dict[str, Any]) -> Path:
-    values["run"]["output"] = str(tmp_path / name)
-    path = tmp_path / f"{name}.yaml"
-    path.write_text(json.dumps(values))  # JSON is YAML
-    return path
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_and_the_same_command_goes_on(
-    tiny: Tiny, tmp_path: Path, number: signal.Signals
-) -> None:
-    config = write(tmp_path, "run", tiny(train={"steps": 3000}))
-    process = start(config)
+def test_a_signal_saves_and_the_same_command_goes_on(tiny: Tiny, tmp_path: Path) -> None:
+    """Ctrl-C; SIGTERM: see `test_ranks_end_to_end.py`."""
+    config = write(tmp_path / "run.yaml", tiny(train={"steps": 3000}))
+    process = start("train", config)
     wait_for_steps(tmp_path / "run", process, 5)
-    process.send_signal(number)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 75, said
-    assert "start the same command again" in said
+    process.send_signal(signal.SIGINT)
+    done = ended(process)
+    assert done.returncode == 75, done.stderr
+    assert "start the same command again" in done.stderr
     folder = RunFolder(tmp_path / "run")
     (step,) = folder.steps()
     assert read_manifest(folder.checkpoint(step)) is not None
     assert Run.open(config, [f"train.steps={step + 2}"]).train()["steps"] == step + 2
 
 
-def wait_for_steps(folder: Path, process: subprocess.Popen[str], steps: int) -> None:
-    path = folder / "events.jsonl"
-    while process.poll() is None:
-        if path.exists() and path.read_text().count('"event": "step"') >= steps:
-            return
-        time.sleep(0.02)
-    pytest.fail(f"ended early: {process.communicate()[1]}")
-
-
-def kill_and_go_on(config: Path, folder: Path, kills: int, seed: int) -> int:
+def kill_and_go_on(config: Path, folder: Path, kills: int) -> int:
     """Kill the run at random moments until it has been killed `kills` times, then let it
     finish; returns how often a kill fell into the writing of a checkpoint."""
-    chance = random.Random(seed)
-    writing = done = 0  # of the kills, those that fell into the writing of a checkpoint
-    while done < kills:
+    chance = random.Random(kills)
+    writing = 0
+    for number in range(kills):
         before = (folder / "events.jsonl").read_text().count("\n") if folder.exists() else 0
-        process = start(config)
-        into_writing = chance.random() < 0.5
+        process = start("train", config)
         wait_for_lines(folder, process, before + chance.randint(2, 12))
-        writing += into_writing and wait_for_writing(folder, process)
-        if process.poll() is not None:
-            break
+        writing += number % 2 == 0 and wait_for_writing(folder, process)
+        assert process.poll() is None, process.communicate()[1]
         process.kill()
         process.communicate()
-        done += 1
-    process = start(config)
-    _, said = process.communicate(timeout=300)
-    assert process.returncode == 0, said
-    assert done == kills, "the run ended before it was killed often enough"
+    Run.open(config).train()
     return writing
 
 
@@ -252,18 +198,16 @@ def wait_for_writing(folder: Path, process: subprocess.Popen[str]) -> bool:
 
 def _killed_runs(tiny: Tiny, tmp_path: Path, kills: int, steps: int) -> None:
     sections: dict[str, Any] = {"train": {"steps": steps}, "checkpoint": {"every": 2}}
-    undisturbed = write(tmp_path, "whole", tiny(**sections))
-    process = start(undisturbed)
-    assert process.wait(timeout=300) == 0
-    writing = kill_and_go_on(
-        write(tmp_path, "killed", tiny(**sections)), tmp_path / "killed", kills, seed=kills
-    )
+    whole = Run.open(tiny(**sections, run={"output": str(tmp_path / "whole")}))
+    whole.train()
+    config = write(tmp_path / "killed.yaml", tiny(**sections))
+    writing = kill_and_go_on(config, tmp_path / "run", kills)
     assert writing > 0, "no kill fell into the writing of a checkpoint"
-    assert_same_run(tmp_path / "whole", tmp_path / "killed")
+    assert_same_run(whole.path, tmp_path / "run")
 
 
 def test_kill_9_loses_nothing(tiny: Tiny, tmp_path: Path) -> None:
-    _killed_runs(tiny, tmp_path, kills=4, steps=80)
+    _killed_runs(tiny, tmp_path, kills=2, steps=60)
 
 
 @pytest.mark.soak
@@ -390,13 +334,7 @@ def test_a_branch_killed_before_its_first_checkpoint_still_starts_from_its_origi
     whole = tiny(run={"output": str(tmp_path / "whole")}, checkpoint={"every": 5})
     Run.open(whole).train(origin=str(first.path))
     branch = Run.open(values)
-
-    def crash(event: Event) -> None:
-        if event.kind == "step" and event["step"] == 3:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        branch.train([crash], origin=str(first.path))
+    interrupt(branch, at=3, origin=str(first.path))
     branch.train()
     assert_same_run(tmp_path / "whole", branch.path)
     branch.train(origin=str(first.path))  # the same command again is no mistake
@@ -467,19 +405,14 @@ def test_the_length_of_a_run_in_tokens_or_epochs(tiny: Tiny, length: dict[str, A
         assert summary["steps"] == math.ceil(0.5 * ((tokens - 1) // 32) / 4)
 
 
-def test_evaluate_repeats_the_final_evaluation(tiny: Tiny) -> None:
-    run = Run.open(tiny())
-    summary = run.train()
-    found = Run.open(run.path).evaluate()
+def test_evaluate_repeats_the_final_evaluation(trained: Run) -> None:
+    summary = json.loads((trained.path / "summary.json").read_text())
+    found = Run.open(trained.path).evaluate()
     assert found["eval_loss"] == pytest.approx(summary["eval_loss"], rel=1e-6)
     assert found["bits_per_byte"] == pytest.approx(summary["bits_per_byte"], rel=1e-6)
 
 
-def test_generation_depends_on_its_seed_alone(tiny: Tiny) -> None:
-    from rostra import Sampling
-
-    run = Run.open(tiny())
-    run.train()
-    one = run.generate("the sun", Sampling(tokens=20, seed=1))
-    assert one == run.generate("the sun", Sampling(tokens=20, seed=1))
-    assert one != run.generate("the sun", Sampling(tokens=20, seed=2))
+def test_generation_depends_on_its_seed_alone(trained: Run) -> None:
+    one = trained.generate("the sun", Sampling(tokens=20, seed=1))
+    assert one == trained.generate("the sun", Sampling(tokens=20, seed=1))
+    assert one != trained.generate("the sun", Sampling(tokens=20, seed=2))

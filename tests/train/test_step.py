@@ -9,55 +9,21 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from parallel import common
+from parallel.common import CPU, LENGTH, SAMPLES, VOCABULARY, batch_of, config_of
 from rostra.batch import IGNORE, Batch
 from rostra.build import build_engine
-from rostra.config import Config, config_from_dict
-from rostra.config.schema import ModelSection
 from rostra.events import Events
 from rostra.layout import Layout
-from rostra.models import create_model, scratch_config
 from rostra.models.attention import choose
 from rostra.parallel import TorchEngine
 from rostra.train import train_step
 
-CPU = torch.device("cpu")
 ARCHITECTURES = ["llama", "qwen3", "mistral", "gemma3", "gpt2"]
-VOCABULARY, LENGTH, SAMPLES = 97, 24, 8
-
-
-def config_of(**sections: Any) -> Config:
-    values: dict[str, Any] = {
-        "model": {"preset": "tiny"},
-        "data": {
-            "sources": [{"type": "python_docs"}],
-            "tokenizer": {"vocabulary": 300},
-            "sequence_length": LENGTH,
-        },
-        "train": {"steps": 10, "global_batch_size": SAMPLES, "loss_chunk": 50},
-    }
-    return config_from_dict({**values, **sections})
 
 
 def model_of(architecture: str, attention: str | None = None) -> PreTrainedModel:
-    size = {"hidden_size": 32, "layers": 2, "heads": 4, "intermediate_size": 64}
-    if architecture not in ("gpt2",):
-        size["kv_heads"] = 2
-    section = ModelSection.model_validate({"architecture": architecture, "size": size})
-    special = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-    return create_model(scratch_config(section, VOCABULARY, LENGTH, special), 1, attention)
-
-
-def batch_of(seed: int = 0) -> Batch:
-    """Samples with very unequal numbers of targets, and documents that end within them."""
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, VOCABULARY, (SAMPLES, LENGTH + 1), generator=generator)
-    labels = tokens[:, 1:].clone()
-    positions = torch.arange(LENGTH).repeat(SAMPLES, 1)
-    for row in range(SAMPLES):
-        labels[row, : row * LENGTH // SAMPLES] = IGNORE
-        border = 3 + row
-        positions[row, border:] -= border
-    return Batch(tokens[:, :-1].contiguous(), labels, positions)
+    return common.model_of(architecture, 2, attention)
 
 
 def engine_of(

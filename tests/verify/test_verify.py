@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +12,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-import rostra.cli
 import rostra.verify
 from ranks import Ranks
 from rostra.build import build_engine
@@ -23,6 +19,8 @@ from rostra.config import Config, config_from_dict
 from rostra.errors import RequestError, TrainingFailed
 from rostra.parallel import Engine
 from rostra.verify import Verification, verify
+from support import ended, start
+from support import rostra as command
 
 SIZE = {"hidden_size": 64, "layers": 6, "heads": 8, "kv_heads": 2, "intermediate_size": 128}
 
@@ -45,18 +43,10 @@ def config_of(**sections: Any) -> Config:
     return config_from_dict(values_of({"architecture": "llama", "size": SIZE}, **sections))
 
 
-def command(tmp_path: Path, values: dict[str, Any], *arguments: str) -> Any:
+def written(tmp_path: Path, model: dict[str, Any], **sections: Any) -> Path:
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(values))
-    return subprocess.run(
-        [sys.executable, "-m", "rostra.cli", "verify", str(path), *arguments],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "180"},
-        check=False,
-    )
+    path.write_text(json.dumps(values_of(model, **sections)))
+    return path
 
 
 def mixture(folder: Path) -> dict[str, Any]:
@@ -69,16 +59,17 @@ def mixture(folder: Path) -> dict[str, Any]:
     return {"pretrained": str(folder)}
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_moe"])
-def test_the_command_shows_that_layouts_agree(tmp_path: Path, family: str) -> None:
-    layouts = "ddp,full_shard,tensor,interleaved_1f1b"
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_moe"])
+def test_the_command_shows_that_layouts_agree(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    monkeypatch.setattr(rostra.verify, "verify", partial(verify, pool=ranks))
+    layouts = "ddp,tensor,interleaved_1f1b"
     model: dict[str, Any] = {"architecture": family, "size": SIZE}
-    memory = {"activation_checkpointing": "full"}
     if family == "qwen3_moe":
         layouts, model = "zero1,full_shard", mixture(tmp_path / "model")
-    done = command(
-        tmp_path, values_of(model, memory=memory), "--layouts", layouts, "--json", "--steps", "4"
-    )
+    path = written(tmp_path, model, memory={"activation_checkpointing": "full"})
+    done = command("verify", path, "--layouts", layouts, "--json", "--steps", "3")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["agree"] is True
@@ -93,11 +84,13 @@ def test_the_command_shows_that_layouts_agree(tmp_path: Path, family: str) -> No
 
 
 def test_the_command_refuses_what_the_model_cannot_do(tmp_path: Path) -> None:
+    """With ranks of its own, as always but here."""
     size = {**SIZE, "hidden_size": 72, "heads": 9, "kv_heads": 3}
-    values = values_of({"architecture": "llama", "size": size})
-    done = command(tmp_path, values, "--layouts", "tensor=2", "--steps", "1")
+    path = written(tmp_path, {"architecture": "llama", "size": size})
+    done = ended(start("verify", path, "--layouts", "tensor=2", "--layouts", "ddp", "--steps", "1"))
     assert done.returncode == 2
     assert "refused" in done.stdout
+    assert "agrees" in done.stdout
     assert "9 attention heads" in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -132,7 +125,7 @@ def crashing(config: Config, layout: Any, *args: Any) -> Engine:
 
 @pytest.mark.parametrize("build", [averaged, unpublished])
 def test_a_wrong_layout_is_seen(ranks: Ranks, build: Any) -> None:
-    layouts = {"right": {"tensor": 2}, "wrong": {"shard": 2, "sharding": "full_shard"}}
+    layouts = {"right": {"context": 2}, "wrong": {"shard": 2, "sharding": "full_shard"}}
     found = verify(config_of(), layouts, steps=3, pool=ranks, build=build)
     assert [each.agrees for each in found.layouts] == [True, False]
     assert not found.agree
@@ -142,19 +135,14 @@ def test_a_wrong_layout_is_seen(ranks: Ranks, build: Any) -> None:
 
 
 def test_a_wrong_layout_ends_the_command_with_4(
-    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rostra.verify, "verify", partial(verify, build=averaged, pool=ranks))
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(values_of({"architecture": "llama", "size": SIZE})))
-    words = ["rostra", "verify", str(path), "--layouts", "ddp", "--steps", "2", "--json"]
-    monkeypatch.setattr(sys, "argv", words)
-    with pytest.raises(SystemExit) as left:
-        rostra.cli.main()
-    printed = capsys.readouterr()
-    assert left.value.code == 4
-    assert json.loads(printed.out)["agree"] is False
-    assert "the worst is ddp: its gradient differs by 5.0e-01" in printed.err
+    path = written(tmp_path, {"architecture": "llama", "size": SIZE})
+    done = command("verify", path, "--layouts", "ddp", "--steps", "2", "--json")
+    assert done.returncode == 4
+    assert json.loads(done.stdout)["agree"] is False
+    assert "the worst is ddp: its gradient differs by 5.0e-01" in done.stderr
 
 
 def test_a_layout_that_crashes_does_not_agree(ranks: Ranks) -> None:
@@ -173,11 +161,11 @@ def test_the_layout_in_one_process_is_tried_too(ranks: Ranks) -> None:
 
 
 def test_bfloat16_has_the_tolerance_that_one_process_shows(ranks: Ranks) -> None:
-    layouts = {"full_shard": {"shard": 2, "sharding": "full_shard"}, "tensor": {"tensor": 2}}
-    found = verify(config_of(), layouts, steps=4, pool=ranks, precision="bf16")
+    layouts = {"full_shard": {"shard": 2, "sharding": "full_shard"}, "context": {"context": 2}}
+    found = verify(config_of(), layouts, steps=3, pool=ranks, precision="bf16")
     assert found.agree, found.to_dict()
     assert 1e-5 < found.tolerance.loss < 0.1
-    wrong = verify(config_of(), layouts, steps=4, pool=ranks, precision="bf16", build=averaged)
+    wrong = verify(config_of(), layouts, steps=3, pool=ranks, precision="bf16", build=averaged)
     assert [each.agrees for each in wrong.layouts] == [False, True]
 
 

@@ -73,6 +73,7 @@ def test_under_mpirun(tmp_path: Path) -> None:
     assert [said(tmp_path, rank) for rank in range(2)] == [f"mpi {r} 2 {SUMS}" for r in range(2)]
 
 
+@pytest.mark.soak  # a run under torchrun: `tests/train/test_ranks_end_to_end.py`
 def test_under_torchrun(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     subprocess.run(

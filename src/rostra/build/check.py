@@ -21,19 +21,7 @@ def check_layout(config: Config, layout: Layout, shape: PretrainedConfig) -> Non
     check_pipeline(layout, shape.get_text_config().num_hidden_layers)
     if layout.pipeline > 1:
         check_stages(shape)
-    name = config.optimizer.name
-    parts = layout.sharding != "no_shard" and layout.shard * layout.context > 1
-    if name in ("muon", "adafactor") and (parts or layout.tensor > 1):
-        raise RequestError(
-            f"optimizer.name = {name}: needs whole matrices, and "
-            f"{layout.in_config(('sharding', 'tensor'))} cut them up; use adamw, or "
-            "parallel.sharding: no_shard with parallel.tensor: 1"
-        )
-    if layout.optimizer_states != "fp32" and name != "adamw":
-        raise RequestError(
-            f"memory.optimizer_states = {layout.optimizer_states}: these are states of AdamW, and "
-            f"optimizer.name is {name}; use fp32, or optimizer.name: adamw"
-        )
+    _check_optimizer(config.optimizer.name, layout)
     if layout.pipeline_schedule == "zero_bubble" and shape.model_type == "gpt2":
         raise RequestError(
             "parallel.schedule = zero_bubble: a gpt2's fused projections give views, which a split "
@@ -44,4 +32,25 @@ def check_layout(config: Config, layout: Layout, shape: PretrainedConfig) -> Non
             f"train.global_batch_size = {size}: leaves some of the {layout.data} data ranks "
             f"(parallel.replicate x parallel.shard) without a sample; set it to {layout.data} "
             "or more"
+        )
+
+
+def _check_optimizer(name: str, layout: Layout) -> None:
+    matrices = name in ("muon", "adafactor")
+    if matrices and layout.engine == "deepspeed":
+        raise RequestError(
+            f"optimizer.name = {name}: needs whole matrices, and DeepSpeed cuts them into flat "
+            "parts; use adamw (or lion, sgd), or parallel.engine: torch"
+        )
+    parts = layout.sharding != "no_shard" and layout.shard * layout.context > 1
+    if matrices and (parts or layout.tensor > 1):
+        raise RequestError(
+            f"optimizer.name = {name}: needs whole matrices, and "
+            f"{layout.in_config(('sharding', 'tensor'))} cut them up; use adamw, or "
+            "parallel.sharding: no_shard with parallel.tensor: 1"
+        )
+    if layout.optimizer_states != "fp32" and name != "adamw":
+        raise RequestError(
+            f"memory.optimizer_states = {layout.optimizer_states}: these are states of AdamW, and "
+            f"optimizer.name is {name}; use fp32, or optimizer.name: adamw"
         )

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from rostra.adapt import attend_to_prefix
+from rostra.adapt.quantized import freeze_base
 from rostra.build.check import check_layout
 from rostra.build.stages import cut_stages, place_stage
 from rostra.config import Config
@@ -27,6 +30,7 @@ from rostra.parallel.pipeline import Pipeline
 from rostra.parallel.replicated import Buckets
 from rostra.parallel.sharded import REDUCED, Sharded
 from rostra.parallel.single import OnHost, Single
+from rostra.parallel.stage import AUTOCAST
 from rostra.parallel.states import materialize
 from rostra.pieces import Reader
 
@@ -63,65 +67,72 @@ def build_engine(
     packed = config.data.isolate_documents and layout.micro_batch > 1
     splits = head_splits(model)  # on the CPU still: before a kernel that only CUDA has is chosen
     model.set_attn_implementation(choose(asked, device, length, layout.compile, packed))
+    if layout.adapter == "prefix":
+        attend_to_prefix(model)
+    if layout.adapter != "none":
+        freeze_base(model, AUTOCAST.get(layout.compute, torch.float32))
     if not splits:
         events.notice("this model's head cannot be split off: all its logits exist at once")
+    order = _Order(config, layout, model, mesh, splits, total_steps, weights)
     if layout.engine == "deepspeed":
-        return _deepspeed_engine(config, layout, model, mesh, splits, total_steps, weights)
-    real = memory or nullcontext()
-    return _torch_engine(config, layout, model, mesh, splits, total_steps, weights, real)
+        return _deepspeed_engine(order)
+    return _torch_engine(order, memory or nullcontext())
 
 
-def _torch_engine(
-    config: Config,
-    layout: Layout,
-    model: PreTrainedModel,
-    mesh: Mesh,
-    splits: bool,
-    total_steps: int,
-    weights: Reader | None,
-    memory: AbstractContextManager[Any],
-) -> TorchEngine:
-    shape, embeddings = copy.deepcopy(model.config), _embeddings(model)
-    if weights is None:
+@dataclass(frozen=True)
+class _Order:
+    """What an engine is made of."""
+
+    config: Config
+    layout: Layout
+    model: PreTrainedModel
+    mesh: Mesh
+    splits: bool  # whether the head can be split off
+    total_steps: int
+    weights: Reader | None
+
+    def place(self, part: PreTrainedModel, first: bool = True, last: bool = True) -> Stage:
+        return place_stage(part, self.config, self.layout, self.mesh, self.splits, first, last)
+
+    def fields(self) -> dict[str, Any]:
+        """Those of any engine, but for its stages and optimizers; before the model is cut."""
+        return {
+            "schedule": make_schedule(self.config.schedule, self.total_steps),
+            "layout": self.layout,
+            "shape": copy.deepcopy(self.model.config),
+            "mesh": self.mesh,
+            "clip": self.config.stability.clip,
+            "scale": _loss_scale(self.layout),
+            "rows": _rows(self.config, self.layout, self.mesh),
+        }
+
+
+def _torch_engine(order: _Order, memory: AbstractContextManager[Any]) -> TorchEngine:
+    config, layout, model, mesh = order.config, order.layout, order.model, order.mesh
+    fields, embeddings = order.fields(), _embeddings(model)
+    if order.weights is None:
         model.to(mesh.device)
     stages = [
-        place_stage(part, config, layout, mesh, splits, first, last)
-        for part, first, last in cut_stages(model, layout, mesh)
+        order.place(part, first, last) for part, first, last in cut_stages(model, layout, mesh)
     ]
     host = torch.device("cpu") if layout.offload_parameters == "cpu" else None
     with memory:
         for stage in stages:
-            if weights is not None:
-                materialize(stage, mesh.device, weights, host)
+            if order.weights is not None:
+                materialize(stage, mesh.device, order.weights, host)
         gradients = hold_gradients(stages, layout, mesh)
     execute: Execute = Accumulate(stages[0], gradients.before)
     if layout.pipeline > 1:
         execute = Pipeline(stages, mesh, gradients.so_far)
     kind = InBackwardEngine if layout.optimizer_in_backward else TorchEngine
+    optimizers = hold_optimizers(config, layout, gradients, embeddings)
     return kind(
-        stages=stages,
-        execute=execute,
-        gradients=gradients,
-        optimizers=hold_optimizers(config, layout, gradients, embeddings),
-        schedule=make_schedule(config.schedule, total_steps),
-        layout=layout,
-        shape=shape,
-        mesh=mesh,
-        clip=config.stability.clip,
-        scale=_loss_scale(layout),
-        rows=_rows(config, layout, mesh),
+        stages=stages, execute=execute, gradients=gradients, optimizers=optimizers, **fields
     )
 
 
-def _deepspeed_engine(
-    config: Config,
-    layout: Layout,
-    model: PreTrainedModel,
-    mesh: Mesh,
-    splits: bool,
-    total_steps: int,
-    weights: Reader | None,
-) -> DeepSpeedEngine:
+def _deepspeed_engine(order: _Order) -> DeepSpeedEngine:
+    config, layout, model, mesh = order.config, order.layout, order.model, order.mesh
     file = config.parallel.deepspeed if config.parallel != "auto" else None
     made = deepspeed_config(
         layout,
@@ -132,26 +143,17 @@ def _deepspeed_engine(
         nvme_path=config.memory.offload.path,
         user=None if file is None else read_deepspeed(file),
     )
-    embeddings = _embeddings(model)
-    stage = place_stage(model, config, layout, mesh, splits, first=True, last=True)
-    if weights is None:
+    fields, embeddings = order.fields(), _embeddings(model)
+    stage = order.place(model)
+    if order.weights is None:
         model.to(mesh.device)
     elif layout.sharding == "full_shard":
-        materialize_cut(model, made, weights, mesh.device)
+        materialize_cut(model, made, order.weights, mesh.device)
     else:
-        materialize(stage, mesh.device, weights)
+        materialize(stage, mesh.device, order.weights)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    return DeepSpeedEngine(
-        stage=stage,
-        optimizers=make_deepspeed_optimizers(config.optimizer, named, embeddings, layout),
-        schedule=make_schedule(config.schedule, total_steps),
-        layout=layout,
-        mesh=mesh,
-        clip=config.stability.clip,
-        scale=_loss_scale(layout),
-        config=made,
-        rows=_rows(config, layout, mesh),
-    )
+    optimizers = make_deepspeed_optimizers(config.optimizer, named, embeddings, layout)
+    return DeepSpeedEngine(stages=[stage], optimizers=optimizers, config=made, **fields)
 
 
 def _loss_scale(layout: Layout) -> LossScale:

@@ -1,4 +1,4 @@
-"""The model of a config: made from a seed, or pretrained; whole, or in parts."""
+"""The model of a config: made from a seed, or pretrained; whole, or in parts; with adapters."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedModel
 
+from rostra.adapt.quantized_weights import folder_identity
+from rostra.build.tuned import Built, tune
 from rostra.config import Config
 from rostra.errors import RequestError
 from rostra.events import Events
@@ -13,6 +15,7 @@ from rostra.models import (
     SeededWeights,
     create_model,
     load_model,
+    local_folder,
     model_on_meta,
     pretrained_on_meta,
     pretrained_reader,
@@ -20,7 +23,6 @@ from rostra.models import (
     special_tokens,
     takes_positions,
 )
-from rostra.pieces import Reader
 
 
 def check_model(config: Config) -> None:
@@ -32,23 +34,40 @@ def check_model(config: Config) -> None:
 
 def build_model(
     config: Config, tokenizer: Any, vocabulary: int, events: Events, in_parts: bool
-) -> tuple[PreTrainedModel, Reader | None]:
+) -> Built:
     """The model of the config in float32, made for `tokenizer`, whose token ids are all below
-    `vocabulary`; on the CPU with its weights, or, `in_parts`, on the meta device with a reader
-    of them, so that no rank holds it whole."""
+    `vocabulary`; on the CPU with its weights, or, `in_parts` or tuned, on the meta device with a
+    reader of them, so that no rank holds it whole."""
     section, length = config.model, config.data.sequence_length
-    weights: Reader | None = None
-    if section.pretrained is not None and in_parts:
+    if config.adapter.kind != "none":
+        built = _tuned(config, tokenizer, vocabulary, events)
+    elif section.pretrained is not None and in_parts:
         model = pretrained_on_meta(section.pretrained)
         weights = pretrained_reader(section.pretrained, model.config, events.notice)
+        built = Built(model, weights)
     elif section.pretrained is not None:
-        model = load_model(section.pretrained)
+        built = Built(load_model(section.pretrained))
     else:
         shape = scratch_config(section, vocabulary, length, special_tokens(tokenizer))
-        model = model_on_meta(shape) if in_parts else create_model(shape, config.run.seed)
-        weights = SeededWeights(shape, config.run.seed) if in_parts else None
-    _check_fit(model, vocabulary, config)
-    return model, weights
+        seed = config.run.seed
+        built = (
+            Built(model_on_meta(shape), SeededWeights(shape, seed))
+            if in_parts
+            else Built(create_model(shape, seed))
+        )
+    _check_fit(built.model, vocabulary, config)
+    return built
+
+
+def _tuned(config: Config, tokenizer: Any, vocabulary: int, events: Events) -> Built:
+    path = config.model.pretrained
+    assert path is not None, "the config refuses adapters without"
+    model = pretrained_on_meta(path)
+    base = pretrained_reader(path, model.config, events.notice)
+    text = config.adapter.prompt
+    prompt = tokenizer(text, add_special_tokens=False).input_ids if text else ()
+    folder = local_folder(path)
+    return tune(model, base, config, identity=folder_identity(folder), prompt=prompt)
 
 
 def _check_fit(model: PreTrainedModel, vocabulary: int, config: Config) -> None:

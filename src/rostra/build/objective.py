@@ -15,22 +15,27 @@ from rostra.parallel.context import Context
 from rostra.parallel.tensor import vocabulary_shard
 
 
-def whole_inputs(batch: Batch, isolate: bool) -> tuple[dict[str, Any], Tensor]:
-    """What the model is called with for all positions of a micro batch, and their labels."""
-    positions = {"position_ids": batch.position_ids} if isolate else {}
-    return {"input_ids": batch.input_ids, "use_cache": False, **positions}, batch.labels
+def whole_inputs(batch: Batch, isolate: bool, prefix: bool) -> tuple[dict[str, Any], Batch]:
+    """What the model is called with for all positions of a micro batch, and the batch."""
+    inputs = {"input_ids": batch.input_ids, "use_cache": False}
+    if isolate:
+        inputs["position_ids"] = batch.position_ids
+    if prefix:
+        inputs["virtual_ids"] = batch.input_ids
+    return inputs, batch
 
 
-def context_inputs(context: Context, isolate: bool, batch: Batch) -> tuple[dict[str, Any], Tensor]:
-    """What the model is called with for this rank's positions, and their labels."""
-    return context.inputs(batch, isolate), context.part(batch.labels)
+def context_inputs(context: Context, isolate: bool, batch: Batch) -> tuple[dict[str, Any], Batch]:
+    """What the model is called with for this rank's positions, and these of the batch."""
+    own = {name: context.part(tensor) for name, tensor in batch.tensors().items()}
+    return context.inputs(batch, isolate), Batch(**own)
 
 
 def make_loss(head: Head | None, chunk: int, compiled: bool) -> Loss:
     """The loss of a micro batch, by chunks of logits where the head can be split off."""
 
     def by_chunks(
-        model: PreTrainedModel, inputs: dict[str, Any], labels: Tensor, factor: float
+        model: PreTrainedModel, inputs: dict[str, Any], batch: Batch, factor: float
     ) -> tuple[Tensor, Tensor]:
         assert head is not None
         hidden = model.base_model(**inputs).last_hidden_state
@@ -39,7 +44,8 @@ def make_loss(head: Head | None, chunk: int, compiled: bool) -> Loss:
         return chunked_cross_entropy(
             hidden,
             weight,
-            labels,
+            batch.labels,
+            weights=batch.weights,
             scale=factor,
             chunk=chunk,
             bias=bias,
@@ -49,9 +55,9 @@ def make_loss(head: Head | None, chunk: int, compiled: bool) -> Loss:
         )
 
     def whole(
-        model: PreTrainedModel, inputs: dict[str, Any], labels: Tensor, factor: float
+        model: PreTrainedModel, inputs: dict[str, Any], batch: Batch, factor: float
     ) -> tuple[Tensor, Tensor]:
-        total = cross_entropy_sum(model(**inputs).logits, labels)
+        total = cross_entropy_sum(model(**inputs).logits, batch.labels, batch.weights)
         return total * factor, total.detach()
 
     return by_chunks if head is not None else whole

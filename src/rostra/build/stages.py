@@ -61,11 +61,11 @@ def place_stage(
 ) -> Stage:
     """The transforms of one stage, in their order, on a model that is cut already."""
     isolate, chunk = config.data.isolate_documents, config.train.loss_chunk
-    inputs: Inputs = partial(whole_inputs, isolate=isolate)
+    inputs: Inputs = partial(whole_inputs, isolate=isolate, prefix=layout.adapter == "prefix")
     head = output_head(model) if splits and last else None
     aliases = tied_aliases(model) if layout.pipeline > 1 else {}
     if layout.compute == "fp8":
-        to_float8(model)
+        to_float8(model, layout.tensor)
     if layout.tensor > 1:
         split_tensors(model, mesh.part("tensor"), last=last)
     if layout.context > 1:

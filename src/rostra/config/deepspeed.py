@@ -16,7 +16,7 @@ from typing import Any
 from rostra.config.deepspeed_keys import KEYS, REFUSED
 from rostra.config.schema import OptimizerSection
 from rostra.errors import RequestError
-from rostra.layout import Layout
+from rostra.layout import Layout, explain
 
 STAGES = {"no_shard": 0, "zero1": 1, "shard_grad_op": 2, "full_shard": 3}
 AUTO = "auto"
@@ -159,10 +159,11 @@ def deepspeed_config(
     folder on the NVMe device. `user` is a file's content from `read_deepspeed`. Clipping and
     the optimizer are not in the answer: the engine brings both.
 
-    Raises RequestError for a layout that DeepSpeed cannot execute, and where the file and
+    Raises RequestError for a layout that the table of combinations refuses, and where the file and
     Rostra's own keys say different things.
     """
-    _check_layout(layout)
+    if refused := explain(layout):
+        raise RequestError(refused)
     ours = _own_config(layout, parameters, nvme_path)
     given = user or {}
     _check_owned(given, _owned(layout, optimizer, clip, samples, nvme_path))
@@ -194,25 +195,6 @@ def fill_auto(user: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
         elif key in ours:
             filled[key] = ours[key]
     return filled
-
-
-def _check_layout(layout: Layout) -> None:
-    if layout.sharding not in STAGES:
-        raise RequestError(
-            f"parallel.sharding = {layout.sharding}: not a stage of ZeRO; use zero1, "
-            "shard_grad_op (ZeRO-2) or full_shard (ZeRO-3), or parallel.engine: torch"
-        )
-    stage = STAGES[layout.sharding]
-    if stage == 0 and (layout.offload_optimizer != "none" or layout.compute == "bf16_pure"):
-        raise RequestError(
-            "parallel.sharding = no_shard: DeepSpeed offloads the optimizer, and keeps bf16_pure's "
-            "float32 weights, in ZeRO's partitions; use zero1 (a single rank may)"
-        )
-    if stage < 3 and (layout.offload_parameters != "none" or layout.offload_optimizer == "nvme"):
-        raise RequestError(
-            f"parallel.sharding = {layout.sharding}: DeepSpeed offloads parameters, and anything "
-            "to nvme, in ZeRO-3 only; use full_shard, or memory.offload.optimizer: cpu alone"
-        )
 
 
 def _own_config(layout: Layout, parameters: int, nvme_path: str | None) -> dict[str, Any]:

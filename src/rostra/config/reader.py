@@ -6,7 +6,7 @@ from __future__ import annotations
 import difflib
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
@@ -15,17 +15,53 @@ from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML, MappingNode, Node, ScalarNode, SequenceNode
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
+from rostra.config.axolotl import is_axolotl, translate
+from rostra.config.axolotl_answers import Key, Translation
 from rostra.config.schema import Config
 from rostra.errors import RequestError
 
-Key = tuple[str | int, ...]
 
-
-def read_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+def read_config(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    ranks: int = 1,
+    notice: Callable[[str], None] | None = None,
+) -> Config:
     """Read `path` (YAML 1.2), apply `section.key=value` overrides, check, and fill defaults.
 
+    The file may be one of Axolotl, whose batch grows with the ranks: it is for so many `ranks`,
+    and `notice` is told what became of its keys.
     Raises RequestError when the file cannot be read or does not describe a run.
     """
+    values, lines = _read(path)
+    places = {key: f"{path}:{line}" for key, line in lines.items()}
+    if is_axolotl(values):
+        translation = translate(values, lines, str(path), ranks)
+        translation.check()
+        values, places = translation.config, translation.places
+        if notice is not None:
+            notice(translation.summary())
+    for override in overrides:
+        _override(values, override, places)
+    return _check(values, places, str(path))
+
+
+def read_axolotl(path: str | Path, ranks: int = 1) -> Translation:
+    """An Axolotl file in Rostra's terms, for so many ranks; refused keys are in the answer.
+
+    Raises RequestError when it is none, and for values that Rostra refuses.
+    """
+    values, lines = _read(path)
+    if not is_axolotl(values):
+        raise RequestError(f"{path}:1: is no Axolotl file: it has no `base_model` at the top")
+    translation = translate(values, lines, str(path), ranks)
+    if not translation.refused:
+        _check(translation.config, translation.places, str(path))
+    return translation
+
+
+def _read(path: str | Path) -> tuple[dict[str, Any], dict[Key, int]]:
+    """A YAML file's content, and the line of every key."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -35,10 +71,7 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         values = {}
     if not isinstance(values, dict):
         raise RequestError(f"{path}:1: a config is a table of sections; see `rostra schema`")
-    places = {key: f"{path}:{line}" for key, line in _lines(tree)}
-    for override in overrides:
-        _override(values, override, places)
-    return _check(values, places, str(path))
+    return values, dict(_lines(tree))
 
 
 def config_from_dict(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:

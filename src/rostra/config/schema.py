@@ -365,6 +365,11 @@ class Config(Section):
                 "memory.optimizer_in_backward updates before the norm of all gradients is known; "
                 "set stability.clip: null"
             )
+        if self.adapter.kind != "none" and self.model.pretrained is None:
+            raise ValueError(
+                f"adapter.kind = {self.adapter.kind} trains beside a model that has learned "
+                "already; set model.pretrained, or leave `adapter` out"
+            )
         if self.data.held_out == 0 and self.evaluate.every is not None:
             raise ValueError("evaluate.every needs held-out documents; data.held_out is 0")
         return self

@@ -11,6 +11,8 @@ from rostra.config.base import Count, Fraction, Section
 
 def _named(value: Any) -> Any:
     """`adapter: lora` as `adapter: {kind: lora}`."""
+    if isinstance(value, dict):  # from here on pydantic takes JSON's lists no longer for tuples
+        return {k: tuple(v) if isinstance(v, list) else v for k, v in value.items()}
     return {"kind": value} if isinstance(value, str) else value
 
 

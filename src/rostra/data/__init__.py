@@ -6,7 +6,9 @@ Readers yield documents, `prepare` tokenizes them into shards that are cached by
 
 from __future__ import annotations
 
-from rostra.data.loader import Loader, Position, Samples
+from rostra.data.inspection import Inspection, inspect_data
+from rostra.data.loader import Loader, Position, Samples, held_out_samples, training_samples
+from rostra.data.packing import Packed
 from rostra.data.permutation import Permutation
 from rostra.data.prepare import prepare
 from rostra.data.prepared import HeldOut, Prepared, held_out, open_prepared
@@ -15,14 +17,19 @@ from rostra.data.tokenizer import Encoder, load_tokenizer, train_tokenizer
 __all__ = [
     "Encoder",
     "HeldOut",
+    "Inspection",
     "Loader",
+    "Packed",
     "Permutation",
     "Position",
     "Prepared",
     "Samples",
     "held_out",
+    "held_out_samples",
+    "inspect_data",
     "load_tokenizer",
     "open_prepared",
     "prepare",
     "train_tokenizer",
+    "training_samples",
 ]

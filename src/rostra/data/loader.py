@@ -12,8 +12,12 @@ import torch
 from numpy.typing import NDArray
 
 from rostra.batch import IGNORE, Batch
+from rostra.config.schema import DataSection
+from rostra.data.packing import Packed
 from rostra.data.permutation import Permutation
+from rostra.data.prepared import Prepared
 from rostra.data.shards import Shards
+from rostra.errors import RequestError
 
 
 @dataclass(frozen=True)
@@ -22,8 +26,8 @@ class Position:
 
     epoch: int
     sample: int  # its number g in the epoch's order
-    index: int  # its place in the run of tokens, in samples
-    documents: tuple[str, ...]  # ids, in order
+    index: int  # its place in the run of tokens, in samples; among rows of examples
+    documents: tuple[str, ...]  # ids, in order; of examples, too
 
 
 class Samples:
@@ -114,7 +118,7 @@ class Loader:
     """Samples in the order of training. It has no state: a position is asked for, and a
     position is the number of samples since training began, over all epochs."""
 
-    def __init__(self, samples: Samples, global_batch_size: int) -> None:
+    def __init__(self, samples: Samples | Packed, global_batch_size: int) -> None:
         self.samples = samples
         self.global_batch_size = global_batch_size
 
@@ -135,3 +139,48 @@ class Loader:
     def steps(self, epochs: float) -> int:
         """Optimizer steps that cover so many epochs, the last one perhaps going beyond."""
         return max(1, math.ceil(epochs * len(self.samples) / self.global_batch_size))
+
+
+def training_samples(
+    prepared: Prepared,
+    data: DataSection,
+    seed: int,
+    global_batch_size: int,
+    full_rows: bool,
+    notice: Callable[[str], None],
+) -> Samples | Packed:
+    """The samples to train on, as `data` asks for them. See `Packed` for `full_rows`.
+
+    Raises:
+        RequestError: when no example is left, or long ones are to fail.
+    """
+    if not data.examples:
+        return Samples(prepared.train, data.sequence_length, seed, data.isolate_documents)
+    group = global_batch_size if data.group_by_length else None
+    options = {"seed": seed, "group": group, "full_rows": full_rows, "notice": notice}
+    samples = _packed(prepared, prepared.train, data, **options)
+    if not len(samples):
+        raise RequestError(
+            f"no example has a target within data.sequence_length ({data.sequence_length}) "
+            "tokens: raise it, or set data.long_examples: split"
+        )
+    return samples
+
+
+def held_out_samples(prepared: Prepared, data: DataSection, full_rows: bool) -> Packed:
+    """The held-out examples as samples, cut and packed like those that are trained on; there
+    may be none."""
+    return _packed(prepared, prepared.held_out, data, seed=0, full_rows=full_rows)
+
+
+def _packed(prepared: Prepared, shards: Shards, data: DataSection, **options: Any) -> Packed:
+    tokenizer = prepared.tokenizer
+    pads = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    return Packed(
+        shards,
+        data.sequence_length,
+        packing="best_fit" if data.packed == "best_fit" else "none",
+        long_examples=data.long_examples,
+        pad=next(token for token in pads if token is not None),
+        **options,
+    )

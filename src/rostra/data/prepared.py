@@ -37,7 +37,8 @@ class Prepared:
     """What `prepare` made: the shards of both splits, and the tokenizer.
 
     `manifest` has `format, key, counts` (documents, tokens and bytes a split), `skipped`,
-    `tokenizer` (hash, vocabulary size, its name when pretrained), `dtype, sources, shards`.
+    `tokenizer` (hash, vocabulary size, its name when pretrained), `dtype, sources, shards`, and
+    of examples `audit`.
     """
 
     def __init__(self, folder: Path, manifest: dict[str, Any], files: dict[str, Any]) -> None:
@@ -89,6 +90,11 @@ class Prepared:
                     "and start the same command again: the data is then prepared anew."
                 )
         return load_tokenizer(folder)
+
+    @property
+    def audit(self) -> dict[str, Any]:
+        """Of examples: counts of both splits by the label audit, and its `notices`."""
+        return dict(self.manifest.get("audit", {}))
 
     @property
     def skipped(self) -> dict[str, int]:

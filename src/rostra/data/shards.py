@@ -1,5 +1,8 @@
 """Shards: Arrow IPC files of tokens, one row a document and one record batch a file, so that
-a memory map of the file gives its tokens as one array."""
+a memory map of the file gives its tokens as one array.
+
+Shards of examples have one row an example, whole, and with each token its weight as a target.
+"""
 
 from __future__ import annotations
 
@@ -47,14 +50,25 @@ class ShardWriter:
         self._ids: list[str] = []
         self._bytes: list[int] = []
         self._tokens: list[NDArray[Any]] = []
+        self._weights: list[NDArray[np.float32]] = []
         self._texts: list[str] = []
         self._held = 0
 
-    def add(self, id: str, text: str, tokens: NDArray[Any], size: int) -> None:
-        """Add a document of `size` bytes; a document is never cut."""
+    def add(
+        self,
+        id: str,
+        text: str,
+        tokens: NDArray[Any],
+        size: int,
+        weights: NDArray[np.float32] | None = None,
+    ) -> None:
+        """Add a document of `size` bytes; a document is never cut. Examples have `weights`,
+        as many as tokens: all of what a writer is given, or none."""
         self._ids.append(id)
         self._bytes.append(size)
         self._tokens.append(tokens)
+        if weights is not None:
+            self._weights.append(weights)
         if self.keep_text:
             self._texts.append(text)
         self._held += len(tokens)
@@ -74,6 +88,9 @@ class ShardWriter:
             "bytes": pa.array(self._bytes, pa.int64()),
             "tokens": pa.LargeListArray.from_arrays(offsets, tokens),
         }
+        if self._weights:
+            weights = pa.array(np.concatenate(self._weights), pa.float32())
+            columns["weights"] = pa.LargeListArray.from_arrays(offsets, weights)
         if self.keep_text:
             columns["text"] = pa.array(self._texts, pa.large_string())
         batch = pa.RecordBatch.from_pydict(columns)
@@ -93,6 +110,7 @@ class Shard:
     tokens: NDArray[Any]  # uint16 or uint32, of all documents, in the memory map
     offsets: NDArray[np.int64]  # [documents + 1]
     batch: Any  # the Arrow record batch
+    weights: NDArray[np.float32] | None = None  # of examples: one with each token
 
     def id(self, document: int) -> str:
         return str(self.batch.column("id")[document].as_py())
@@ -115,7 +133,10 @@ def open_shard(path: Path, sha256: str) -> Shard:
     batch = pa.ipc.open_file(source).get_batch(0)
     rows = batch.column("tokens")
     tokens = rows.values.to_numpy(zero_copy_only=True)
-    return Shard(tokens, rows.offsets.to_numpy(zero_copy_only=True), batch)
+    weights = None
+    if "weights" in batch.schema.names:
+        weights = batch.column("weights").values.to_numpy(zero_copy_only=True)
+    return Shard(tokens, rows.offsets.to_numpy(zero_copy_only=True), batch, weights)
 
 
 class Shards:

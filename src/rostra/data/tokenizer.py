@@ -11,12 +11,16 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from rostra.config.schema import TokenizerTable
 from rostra.errors import RequestError
 
 END_OF_TEXT = "<|endoftext|>"
+
+# In which they are added, whatever their order in the config.
+SPECIAL_ORDER = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 # Raise it when the same documents would train another tokenizer.
 RECIPE = 1
@@ -59,6 +63,29 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
             "Convert it with transformers, or name another with data.tokenizer.pretrained."
         )
     return tokenizer
+
+
+def add_tokens(tokenizer: PreTrainedTokenizerFast, table: TokenizerTable) -> int:
+    """Apply `data.tokenizer.special` and `.added` in place; the same table always gives the same
+    ids.
+
+    A special token that is not in the vocabulary is added, then those of `added` in their order;
+    in any text, these are one token each, never cut.
+
+    Returns:
+        How many ids there are beyond the old vocabulary: rows that the embeddings may lack.
+    """
+    before = _size(tokenizer)
+    names = [name for name in SPECIAL_ORDER if name in table.special]
+    if names:
+        tokenizer.add_special_tokens({name: table.special[name] for name in names})
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in table.added])
+    return _size(tokenizer) - before
+
+
+def _size(tokenizer: PreTrainedTokenizerFast) -> int:
+    """Highest id + 1; ids may have holes."""
+    return int(max(tokenizer.get_vocab().values())) + 1
 
 
 def train_tokenizer(texts: Iterator[str], vocabulary: int) -> PreTrainedTokenizerFast:

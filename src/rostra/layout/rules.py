@@ -205,6 +205,40 @@ RULES: tuple[Rule, ...] = (
         "others (float32, or on the host); set memory.optimizer_in_backward: false",
     ),
     Rule(
+        "quantised bases are frozen",
+        ("quantization", "adapter"),
+        lambda x: x.quantization != "none" and x.adapter == "none",
+        "weights of a few bits cannot be trained; set adapter: lora, or quantization: none",
+    ),
+    Rule(
+        "quantised bases have no float8 products",
+        ("quantization", "compute"),
+        lambda x: x.quantization != "none" and x.compute == "fp8",
+        "a quantised weight is multiplied in 16 bits; set precision.compute: bf16, or "
+        "quantization: none",
+    ),
+    Rule(
+        "adapters beside whole matrices",
+        ("adapter", "tensor"),
+        lambda x: x.adapter != "none" and x.tensor > 1,
+        "adapters go around layers that tensor parallelism would cut; use parallel.sharding: "
+        "full_shard or parallel.pipeline with parallel.tensor: 1",
+    ),
+    Rule(
+        "adapters in float32",
+        ("adapter", "compute"),
+        lambda x: x.adapter != "none" and x.compute in ("bf16_pure", "fp8"),
+        "frozen weights lie in 16 bits under precision.compute: bf16 already, and adapters "
+        "train in float32; use bf16",
+    ),
+    Rule(
+        "prefixes on one rank's positions",
+        ("adapter", "context"),
+        lambda x: x.adapter == "prefix" and x.context > 1,
+        "a learned prefix stands at positions that parallel.context would split; set "
+        "parallel.context: 1, or adapter: prompt",
+    ),
+    Rule(
         "low-bit states are whole or sharded by row",
         ("optimizer_states", "tensor", "sharding", "shard", "context"),
         lambda x: (

@@ -101,7 +101,7 @@ class Layout:
         named = [
             f"{key}={value}" if not isinstance(value, bool) else key
             for key, value in self.to_dict().items()
-            if key not in ("micro_batch", "accumulation", "compute") and value != plain[key]
+            if key not in ("micro_batch", "accumulation") and value != plain[key]
         ]
         return ", ".join(named) or "one process"
 

@@ -123,7 +123,7 @@ def blocked_attention(
     of it. Returns [batch, queries, heads, head size of `value`]. Decoding with a cache, where
     queries are fewer than keys, goes to SDPA. Raises RequestError for what it cannot compute.
     """
-    if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
+    if adds_to_scores(kwargs):
         raise RequestError(
             "model.attention: this model's attention has sinks or biases, which `blocked` does "
             "not compute; set model.attention to eager"
@@ -137,7 +137,7 @@ def blocked_attention(
             module, query, key, value, attention_mask, dropout, scaling, is_causal
         )
     pattern = Pattern(
-        causal=square and _is_causal(module, attention_mask, is_causal),
+        causal=square and looks_back(module, attention_mask, is_causal),
         window=sliding_window,
         scale=size**-0.5 if scaling is None else scaling,
         softcap=softcap,
@@ -163,8 +163,13 @@ def blocked_attention(
     return out.flatten(1, 2).transpose(1, 2).contiguous(), None
 
 
-def _is_causal(module: nn.Module, mask: Tensor | None, asked: bool | None) -> bool:
-    """Whether no query sees a key after itself."""
+def adds_to_scores(arguments: dict[str, Any]) -> bool:
+    """Whether a layer calls its attention with sinks or biases of heads."""
+    return any(arguments.get(name) is not None for name in ("s_aux", "position_bias"))
+
+
+def looks_back(module: nn.Module, mask: Tensor | None, asked: bool | None) -> bool:
+    """Whether no query sees a key after itself; `mask` as `blocked_mask` gives it."""
     if mask is not None and mask.dtype != torch.bool:
         return mask.dtype == torch.int32
     return asked if asked is not None else getattr(module, "is_causal", True)

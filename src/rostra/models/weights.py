@@ -294,14 +294,15 @@ def pretrained_reader(path: str, config: PretrainedConfig, notice: Callable[[str
     Raises: RequestError as `load_model`.
     """
     try:
-        return FolderWeights(_local_folder(path), config)
+        return FolderWeights(local_folder(path), config)
     except LookupError as error:
         model = load_model(path)
         notice(f"every rank loads the whole model into its host's memory first: {error.args[0]}")
         return Tensors(dict(model.named_parameters()) | dict(model.named_buffers()))
 
 
-def _local_folder(path: str) -> Path:
+def local_folder(path: str) -> Path:
+    """Where the weights of a local folder or a hub id are on this machine. Raises LookupError."""
     if Path(path).is_dir():
         return Path(path)
     try:

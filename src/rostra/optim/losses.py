@@ -26,14 +26,17 @@ class VocabularyShard:
     group: dist.ProcessGroup
 
 
-def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Sum of -log softmax(logits)[label], in nats, over labels that are not IGNORE.
+def cross_entropy_sum(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Sum of -log softmax(logits)[label], in nats, over labels that are not IGNORE, each times
+    its weight.
 
-    `logits` [..., vocabulary] of any float type, `labels` [...]; computed in float32.
+    `logits` [..., vocabulary] of any float type, `labels` and `weights` [...]; computed in
+    float32.
     """
-    return functional.cross_entropy(
-        logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORE, reduction="sum"
+    each = functional.cross_entropy(
+        logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORE, reduction="none"
     )
+    return each.sum() if weights is None else (each * weights.flatten()).sum()
 
 
 def chunked_cross_entropy(
@@ -47,10 +50,12 @@ def chunked_cross_entropy(
     softcap: float | None = None,
     compiled: bool = False,
     vocabulary: VocabularyShard | None = None,
+    weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Cross-entropy of a language model's head, without the logits of the whole batch.
 
-    `hidden` [..., size], `weight` [vocabulary, size], `bias` [vocabulary], `labels` [...].
+    `hidden` [..., size], `weight` [vocabulary, size], `bias` [vocabulary], `labels` [...], and
+    `weights` [...], by which each label counts (1 without; 0 where there is none).
     Returns (scale x sum, sum): float32 scalars, the first to call backward on, the second
     detached, both over labels that are not IGNORE. Logits exist for `chunk` positions at once.
     Products run in autocast's type where that is on, else in hidden's; softmax and sums in
@@ -64,7 +69,7 @@ def chunked_cross_entropy(
     then its sum of exponentials and the label's logit. (`compiled` is then without effect.)
 
     The gradients are computed with the loss, chunk by chunk (as in Hsu et al. 2024,
-    arXiv:2410.10989): with z = h·Wᵀ and p = softmax(z), dz = scale·(p - onehot(label)),
+    arXiv:2410.10989): with z = h·Wᵀ and p = softmax(z), dz = scale·w·(p - onehot(label)),
     dh = dz·W, dW = dzᵀ·h. So nothing is computed twice, and a `scale` that holds the loss scale
     is in dz before it is rounded to float16.
     """
@@ -75,12 +80,13 @@ def chunked_cross_entropy(
     )
     factor = torch.as_tensor(scale, dtype=torch.float32, device=hidden.device)
     flat, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    counts = None if weights is None else weights.reshape(-1)
     piece = _compiled_piece() if compiled else _piece
     if vocabulary is not None:
         piece = functools.partial(_piece, vocabulary=vocabulary)
     with torch.autocast(device, enabled=False):
         loss, total = _ChunkedCrossEntropy.apply(
-            flat, weight, bias, targets, factor, chunk, softcap, dtype, piece, differentiate
+            flat, weight, bias, targets, counts, factor, chunk, softcap, dtype, piece, differentiate
         )
     return loss, total
 
@@ -93,6 +99,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
+        counts: Tensor | None,
         scale: Tensor,
         chunk: int,
         softcap: float | None,
@@ -110,7 +117,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for start in _chunks_with_targets(labels, chunk):
             rows = slice(start, start + chunk)
             part = hidden[rows].to(dtype)
-            loss, dlogits = piece(part, head, bias, labels[rows], scale, softcap, differentiate)
+            count = None if counts is None else counts[rows]
+            loss, dlogits = piece(
+                part, head, bias, labels[rows], count, scale, softcap, differentiate
+            )
             total += loss
             if dhidden is not None:
                 dhidden[rows] = dlogits @ head
@@ -129,7 +139,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         grads = (None if x is None else x * grad.to(x.dtype) for x in ctx.saved_tensors)
-        return (*grads, *[None] * 7)
+        return (*grads, *[None] * 8)
 
 
 def _chunks_with_targets(labels: Tensor, chunk: int) -> list[int]:
@@ -147,6 +157,7 @@ def _piece(
     head: Tensor,
     bias: Tensor | None,
     labels: Tensor,
+    count: Tensor | None,
     scale: Tensor,
     softcap: float | None,
     differentiate: bool,
@@ -167,13 +178,14 @@ def _piece(
     else:
         labels = labels - vocabulary.first
         log_sum, chosen = _over_shards(logits, labels, vocabulary.group)
-    loss = torch.where(target, log_sum - chosen, 0).sum()
+    count = target.float() if count is None else count
+    loss = torch.where(target, (log_sum - chosen) * count, 0).sum()
     if not differentiate:
         return loss, hidden.new_empty(0)
     columns = torch.arange(logits.shape[1], device=logits.device, dtype=torch.int32)
     probability = torch.exp(logits - log_sum[:, None])
     dlogits = torch.where(columns == labels.int()[:, None], probability - 1, probability)
-    dlogits = dlogits * (target * scale)[:, None]
+    dlogits = dlogits * (target * count * scale)[:, None]
     if bent is not None:
         dlogits = dlogits * (1 - bent * bent)
     return loss, dlogits.to(hidden.dtype)

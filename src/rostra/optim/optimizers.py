@@ -74,8 +74,8 @@ class Optimizers:
 
     @property
     def learning_rate(self) -> float:
-        """The one of the first group."""
-        return float(next(iter(self._groups()))["lr"])
+        """The one of the first group; 0 where nothing trains, in a stage of frozen layers."""
+        return next((float(group["lr"]) for group in self._groups()), 0.0)
 
     def set_fraction(self, fraction: float) -> None:
         for group in self._groups():
@@ -148,6 +148,8 @@ def make_optimizers(
     `compiled` says whether torchao compiles its step: see `low_bit_adamw`. `held` has what lies
     in parts, by name.
     """
+    if not named:
+        return Optimizers([], {})
     names: dict[Tensor, str] = {p: name for name, p in named}
     parts: dict[Tensor, Part] = {p: (held or {}).get(name) or Part.whole(p) for name, p in named}
     if states != "fp32":

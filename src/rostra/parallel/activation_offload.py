@@ -28,9 +28,9 @@ class Offload:
 
     On CUDA the host is pinned memory. Copies run on a stream of their own: out while the next
     layer computes, and back while the layer behind it computes its gradients. On the CPU, whose
-    memory is the host's, each call of a layer writes to a temporary file (in `TMPDIR`, which
-    should be on a disk and not in memory) and reads it again: tensors take less memory, the
-    system's cache of files may take more while there is some to spare.
+    memory is the host's, they are written to a temporary file (in `TMPDIR`, which should be on
+    a disk and not in memory) and read again: tensors take less memory, the system's cache of
+    files may take more while there is some to spare.
 
     Parameters stay where they are, and so does what all layers share: masks, positions.
 
@@ -39,7 +39,7 @@ class Offload:
     """
 
     def __init__(self) -> None:
-        self._pinned: _Pinned | None = None
+        self._hosts: dict[torch.device, _Host] = {}
         self._latest: weakref.ref[_Call] | None = None
 
     def wrap(self, inner: Function, first: bool) -> Function:
@@ -72,16 +72,14 @@ class Offload:
         return _Call(self._host(device), device, stays, before)
 
     def _host(self, device: torch.device) -> _Host:
-        if device.type == "cpu":
-            return _File()
-        if device.type != "cuda":
+        if device.type not in ("cpu", "cuda"):
             raise RequestError(
                 "memory.activation_checkpointing = 'offload': runs on CUDA and on the CPU, not "
                 f"on {device.type}; use full"
             )
-        if self._pinned is None:
-            self._pinned = _Pinned(device)
-        return self._pinned
+        if device not in self._hosts:
+            self._hosts[device] = _File() if device.type == "cpu" else _Pinned(device)
+        return self._hosts[device]
 
 
 def _plain(tensor: Tensor) -> Tensor | None:
@@ -138,14 +136,20 @@ class _Host(Protocol):
 
 
 class _File:
-    """A temporary file for one call of a layer on the CPU."""
+    """A temporary file on the CPU, for all layers; emptied when nothing in it is needed, as
+    after a step: then little of it ever reaches the disk."""
 
     def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115  it goes with the call
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115  it goes with this object
+        self._needed: weakref.WeakSet[_Copy] = weakref.WeakSet()
+        self._end = 0
 
     def put(self, data: Tensor) -> _Copy:
-        offset = self._file.tell()
+        if self._end and not self._needed:
+            self._end = self._file.truncate(0)
+        copy = _Copy(self._end, data.numel())
         try:
+            self._file.seek(self._end)
             self._file.write(data.numpy().data)
         except OSError as error:
             raise TrainingFailed(
@@ -153,7 +157,9 @@ class _File:
                 f"{tempfile.gettempdir()}: {error.strerror}; set TMPDIR to a folder with more "
                 "room, or use full"
             ) from error
-        return _Copy(offset, data.numel())
+        self._end += copy.size
+        self._needed.add(copy)
+        return copy
 
     def end(self) -> None: ...
 

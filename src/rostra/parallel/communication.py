@@ -34,6 +34,7 @@ from transformers import PreTrainedModel
 from rostra.layout import SHARDED, Layout
 from rostra.models import decoder_layers
 from rostra.parallel import replicated, sharded
+from rostra.parallel.stage import AUTOCAST
 
 # Names of torch's operators: of torch.distributed (c10d) and of its functional collectives, on
 # which DTensor and all_to_all_single_autograd stand.
@@ -272,7 +273,7 @@ def _of_shards(step: Step, layout: Layout, sizes: Sizes) -> None:
     """Parameters gathered and gradients reduced, by FSDP's groups."""
     parts, again = layout.shard * layout.context, layout.sharding != "shard_grad_op"
     reduced = sharded.REDUCED[layout.reduction].itemsize
-    gathered = sharded.GATHERED.get(layout.compute, torch.float32).itemsize
+    gathered = AUTOCAST.get(layout.compute, torch.float32).itemsize
     if parts == 1:
         return
     *layers, rest = [

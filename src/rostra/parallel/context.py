@@ -31,6 +31,7 @@ from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_p
 from rostra.batch import Batch
 from rostra.errors import RequestError
 from rostra.models import takes_positions
+from rostra.models.attention import adds_to_scores
 
 NAME = "rostra_ulysses"
 Method = Literal["ulysses", "ring"]
@@ -268,7 +269,7 @@ def expect(kind: type[C], context: Context | None, arguments: dict[str, Any]) ->
     if not isinstance(context, kind):
         name = kind.__name__
         raise RuntimeError(f"the model was not called with {name}.inputs, or its layers drop them")
-    if arguments.get("s_aux") is not None or arguments.get("position_bias") is not None:
+    if adds_to_scores(arguments):
         raise refusal(context.size, "this model's attention has sinks or biases of its heads")
     return context
 

@@ -45,9 +45,7 @@ class DeepSpeedEngine(MeshEngine):
             backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
-        self._named: Named = [
-            (n, p) for n, p in self.model.named_parameters() if p.requires_grad
-        ]
+        self._named: Named = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
         self._zero_stage: int = self.config["zero_optimization"]["stage"]
         if self._zero_stage == 3 and len(self._named) < len(list(self.model.parameters())):
             raise RequestError(

@@ -56,13 +56,8 @@ def make_deepspeed_optimizers(
     """The optimizer of the config for DeepSpeed, which flattens parameters: it must work
     number by number. AdamW runs on the host as DeepSpeed's own where it is offloaded.
 
-    Raises RequestError for one that looks at whole matrices.
+    Raises RequestError where that cannot be compiled.
     """
-    if section.name in ("muon", "adafactor"):
-        raise RequestError(
-            f"optimizer.name = {section.name}: looks at whole matrices, which DeepSpeed cuts into "
-            "flat parts; use adamw (or lion, sgd), or parallel.engine: torch"
-        )
     shaped = [(name, _shaped(p)) for name, p in named]
     part = make_optimizers(section, shaped, embeddings).parts[0]
     own = {id(stand_in): p for (_, stand_in), (_, p) in zip(shaped, named, strict=True)}

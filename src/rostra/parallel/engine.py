@@ -36,9 +36,9 @@ class Engine(Protocol):
         """This rank's number among those that have different samples, and how many these are."""
         ...
 
-    def forward_backward(self, batch: Batch) -> tuple[float, int]:
+    def forward_backward(self, batch: Batch) -> tuple[float, float]:
         """Gradients of the step's loss, from this rank's samples of the global batch; returns
-        the loss's sum in nats over all of it, and its targets."""
+        the loss's sum in nats over all of it, and its weight: its targets, if all count 1."""
         ...
 
     def gradient_norm(self) -> float:
@@ -49,8 +49,8 @@ class Engine(Protocol):
         """Clip, update (when accepted), clear; returns the learning rate that was used."""
         ...
 
-    def forward(self, batch: Batch) -> tuple[float, int]:
-        """The loss's sum in nats and the number of targets, without gradients. `batch` is the
+    def forward(self, batch: Batch) -> tuple[float, float]:
+        """The loss's sum in nats and the batch's weight, without gradients. `batch` is the
         same on all ranks, which share it."""
         ...
 
@@ -105,16 +105,17 @@ class MeshEngine(ABC):
     def device(self) -> torch.device:
         return self.mesh.device
 
-    def forward_backward(self, batch: Batch) -> tuple[float, int]:
-        count = torch.tensor(batch.targets, dtype=torch.int64, device=self.device)
-        targets = int(self.mesh.sum(count, *DATA))
-        factor = self.scale.scale / max(1, targets)
-        return self._run(batch.padded(self.rows), factor, backward=True), targets
+    def forward_backward(self, batch: Batch) -> tuple[float, float]:
+        kind = torch.int64 if batch.weights is None else torch.float64
+        count = torch.tensor(batch.weight, dtype=kind, device=self.device)
+        weight = self.mesh.sum(count, *DATA).item()
+        factor = self.scale.scale / (weight or 1)
+        return self._run(batch.padded(self.rows), factor, backward=True), weight
 
     @torch.no_grad()
-    def forward(self, batch: Batch) -> tuple[float, int]:
+    def forward(self, batch: Batch) -> tuple[float, float]:
         with evaluating(*self.stages):
-            return self._run(batch.share(*self.place), 1.0, backward=False), batch.targets
+            return self._run(batch.share(*self.place), 1.0, backward=False), batch.weight
 
     def _run(self, batch: Batch, factor: float, backward: bool) -> float:
         """The loss's sum over all ranks; `factor` is that of the gradients."""

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from rostra.errors import RequestError
 from rostra.models import decoder_layers
+from rostra.parallel.tensor import COLUMNS, ROWS, ways_to_split
 
 MULTIPLE = 16  # of the sizes that the hardware multiplies
 CAPABILITY = (8, 9)  # Ada; Hopper (H100) is 9.0
@@ -34,26 +35,31 @@ def check_float8(device: torch.device) -> None:
     _library()
 
 
-def to_float8(model: PreTrainedModel, emulate: bool = False) -> list[str]:
+def to_float8(model: PreTrainedModel, tensor: int = 1, emulate: bool = False) -> list[str]:
     """Have the linear layers of `model`'s transformer layers multiply in float8, in place.
 
     The head and the embeddings stay as they are, and so do linear layers with a size that is
-    no multiple of 16, routers of experts, and experts that are no linear layers. Parameters
-    are the same objects under the same names, and may be on the meta device. Returns the names
-    of the layers that changed. `emulate` computes with the same roundings on any device,
-    slowly. Call `check_float8` first otherwise.
+    no multiple of 16 (on each of the `tensor` ranks that will split it), routers of experts,
+    and experts that are no linear layers. Parameters are the same objects under the same names,
+    and may be on the meta device. Returns the names of the layers that changed. `emulate`
+    computes with the same roundings on any device, slowly. Call `check_float8` first otherwise.
 
     Raises RequestError when torchao is missing, or nothing can be changed.
     """
     library = _library()
     inside = {id(m) for layer in decoder_layers(model) for m in layer.modules()}
+    ways = ways_to_split(model) if tensor > 1 else {}
     changed: list[str] = []
 
     def suits(module: nn.Module, name: str) -> bool:
         if not isinstance(module, nn.Linear) or id(module) not in inside:
             return False
-        sizes = (module.in_features, module.out_features)
-        if any(size % MULTIPLE for size in sizes) or name.rpartition(".")[2] in ROUTERS:
+        way = ways.get(name.removeprefix(f"{model.base_model_prefix}."))
+        inputs = MULTIPLE * (tensor if way == ROWS else 1)
+        outputs = MULTIPLE * (tensor if way == COLUMNS else 1)
+        if module.in_features % inputs or module.out_features % outputs:
+            return False
+        if name.rpartition(".")[2] in ROUTERS:
             return False
         changed.append(name)
         return True
@@ -64,7 +70,7 @@ def to_float8(model: PreTrainedModel, emulate: bool = False) -> list[str]:
     if not changed:
         raise RequestError(
             f"precision.compute = fp8: no linear layer of this {type(model).__name__} has sizes "
-            f"that are multiples of {MULTIPLE}; use bf16"
+            f"that are multiples of {MULTIPLE} on every tensor rank; use bf16"
         )
     return changed
 

@@ -105,7 +105,7 @@ class InBackwardEngine(TorchEngine):
     def __post_init__(self) -> None:
         self.updates = StepInBackward(self.optimizers)
 
-    def forward_backward(self, batch: Batch) -> tuple[float, int]:
+    def forward_backward(self, batch: Batch) -> tuple[float, float]:
         with self.updates.updating(self.schedule(self.steps)):
             return super().forward_backward(batch)
 

@@ -31,7 +31,6 @@ from torch.distributed.pipelining import (
 from rostra.batch import Batch
 from rostra.errors import RequestError
 from rostra.layout import Layout
-from rostra.parallel.held import local
 from rostra.parallel.mesh import Mesh
 from rostra.parallel.pipeline_split import tied_weight
 from rostra.parallel.sharded import reshard
@@ -89,20 +88,19 @@ class Pipeline:
 
     `stages` are this rank's, in their order along the model. All ranks of a pipeline are
     called with the same micro batches. A call holds a whole step; after it, gradients are where
-    `so_far` (of `Gradients`; without it, the parameter's own `.grad`) finds them, those of tied
-    embeddings summed over both copies. zero_bubble leaves those of projections in `.grad`, as
-    its part of the backward pass for weights runs no hooks of theirs.
-    FSDP reduces once, at the end of the call; under zero_bubble, parameters stay gathered from
-    the forward to the backward pass.
+    `so_far` (of `Gradients`) finds them, those of tied embeddings summed over both copies.
+    zero_bubble leaves those of projections in `.grad`, as its part of the backward pass for
+    weights runs no hooks of theirs. FSDP reduces once, at the end of the call; under
+    zero_bubble, parameters stay gathered from the forward to the backward pass.
     """
 
     def __init__(
         self,
         stages: Sequence[Stage],
         mesh: Mesh,
-        so_far: Callable[[nn.Parameter], Tensor | None] | None = None,
+        so_far: Callable[[nn.Parameter], Tensor | None],
     ) -> None:
-        self.so_far = so_far or _own_gradient
+        self.so_far = so_far
         self.stages, self.mesh, self.layout = list(stages), mesh, mesh.layout
         group = mesh.group("pipeline")
         assert group is not None  # more than one rank
@@ -227,7 +225,3 @@ def sum_tied_gradients(
         for work in works:
             work.wait()
         gradient += other.to(gradient.device)
-
-
-def _own_gradient(parameter: nn.Parameter) -> Tensor | None:
-    return None if parameter.grad is None else local(parameter.grad)

@@ -53,14 +53,8 @@ def split_layers(model: PreTrainedModel, stage: int, stages: int, cuts: Sequence
     to cuts[stage + 1] - 1 under their names of the whole model; the others pass their input
     on. The embedding stays on the first stage alone: later ones are called with
     `inputs_embeds=`, the [batch, positions, hidden] that the stage before returned. The final
-    norm and the head stay on the last alone. Raises RequestError when the family computes
-    something that so cut a model does not.
+    norm and the head stay on the last alone. `check_stages` tells whether the family can be cut.
     """
-    check_stages(model.config)
-    _cut(model, stage, stages, cuts)
-
-
-def _cut(model: PreTrainedModel, stage: int, stages: int, cuts: Sequence[int]) -> None:
     first, last = stage == 0, stage == stages - 1
     source, head, layers = model.get_input_embeddings(), _head(model), decoder_layers(model)
     tied = head is not None and getattr(source, "weight", None) is head.weight
@@ -227,7 +221,7 @@ def _whole_and_parts(config: PretrainedConfig) -> tuple[Tensor, Tensor]:
     first, second = copy.deepcopy(whole), copy.deepcopy(whole)
     count = len(decoder_layers(whole))
     for stage, part in enumerate((first, second)):
-        _cut(part, stage, 2, [0, count // 2, count])
+        split_layers(part, stage, 2, [0, count // 2, count])
     tokens = torch.arange(1, 13)[None]
     positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
     between = _hidden(first, positions, input_ids=tokens)

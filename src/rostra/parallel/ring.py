@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_map
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from rostra.batch import Batch
-from rostra.models.attention import Pattern
+from rostra.models.attention import Pattern, looks_back
 from rostra.parallel.context import Context, as_computed, expect, refusal, shared_fields
 from rostra.parallel.ring_blocks import HIDDEN, Block, first_keys, places, seen_blocks
 
@@ -143,7 +143,7 @@ def _ring_attention(
     [b, T / size, heads, d].
     """
     ring = expect(Ring, context, kwargs)
-    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    causal = looks_back(module, None, is_causal)
     if not causal or dropout:
         what = f"ring attention knows no dropout ({dropout})" if causal else "it looks ahead"
         raise refusal(ring.size, what, other="ulysses")

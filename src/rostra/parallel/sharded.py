@@ -28,9 +28,8 @@ from torch.distributed.fsdp import (
 from rostra.layout import Layout
 from rostra.parallel.held import Held, local, whole_part
 from rostra.parallel.mesh import SHARDS, Mesh
-from rostra.parallel.stage import Stage
+from rostra.parallel.stage import AUTOCAST, Stage
 
-GATHERED = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 REDUCED = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -41,7 +40,7 @@ def shard(stage: Stage, layers: list[nn.Module], mesh: Mesh, layout: Layout) -> 
     so that autocast computes what it computes in one process.
     """
     reduced = REDUCED[layout.reduction]
-    inside = MixedPrecisionPolicy(GATHERED.get(layout.compute), reduced, cast_forward_inputs=False)
+    inside = MixedPrecisionPolicy(AUTOCAST.get(layout.compute), reduced, cast_forward_inputs=False)
     around = MixedPrecisionPolicy(reduce_dtype=reduced, cast_forward_inputs=False)
     pinned = mesh.device.type != "cpu"
     offload = CPUOffloadPolicy(pinned) if layout.offload_parameters == "cpu" else OffloadPolicy()

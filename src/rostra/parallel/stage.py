@@ -14,18 +14,19 @@ from rostra.batch import Batch
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
-# From a micro batch: what the base model is called with, and the labels that go with it.
-Inputs = Callable[[Batch], tuple[dict[str, Any], Tensor]]
-# From model, inputs, labels and the factor of the gradients: the scaled loss and the plain sum.
-Loss = Callable[[PreTrainedModel, dict[str, Any], Tensor, float], tuple[Tensor, Tensor]]
+# From a micro batch: what the base model is called with, and this rank's positions of it.
+Inputs = Callable[[Batch], tuple[dict[str, Any], Batch]]
+# From model, inputs, labels and their weights (in the batch), and the factor of the gradients:
+# the scaled loss and the plain sum.
+Loss = Callable[[PreTrainedModel, dict[str, Any], Batch, float], tuple[Tensor, Tensor]]
 
 
 class Stage(nn.Module):
     """The whole model, or one stage of a pipeline; the root of what is sharded.
 
     Called with the hidden states of the stage before [samples, positions, hidden] (nothing on
-    the first) and a micro batch. Returns hidden states; on the last stage the scaled loss, whose
-    plain sum it adds to `total`.
+    the first) and the tensors of a micro batch. Returns hidden states; on the last stage the
+    scaled loss, whose plain sum it adds to `total`.
     """
 
     def __init__(
@@ -46,25 +47,23 @@ class Stage(nn.Module):
         self.first, self.last = first, last
         # names of copies here of parameters that another stage owns, with their names there
         self.aliases = aliases or {}
-        self.factor = 1.0  # of the loss: loss scale over the targets of the global batch
+        self.factor = 1.0  # of the loss: loss scale over the weight of the global batch
         self.total: Tensor | None = None
 
-    def forward(
-        self, *hidden: Tensor, input_ids: Tensor, labels: Tensor, position_ids: Tensor
-    ) -> Tensor:
+    def forward(self, *hidden: Tensor, **tensors: Tensor) -> Tensor:
         # here and not around the step: a backward pass, or an optimizer in it, is not autocast
         with self.autocast():
-            return self._compute(hidden, Batch(input_ids, labels, position_ids))
+            return self._compute(hidden, Batch(**tensors))
 
     def _compute(self, hidden: tuple[Tensor, ...], batch: Batch) -> Tensor:
-        arguments, labels = self.inputs(batch)
+        arguments, own = self.inputs(batch)
         if not self.first:
             del arguments["input_ids"]
             arguments["inputs_embeds"] = hidden[0]
         if not self.last:
             out: Tensor = self.model.base_model(**arguments).last_hidden_state
             return out
-        scaled, plain = self.loss(self.model, arguments, labels, self.factor)
+        scaled, plain = self.loss(self.model, arguments, own, self.factor)
         self.total = plain if self.total is None else self.total + plain
         return scaled
 

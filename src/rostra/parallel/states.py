@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rostra.optim import Optimizers
-from rostra.parallel.held import Gradients, Held, first_of_copies
+from rostra.parallel.held import Gradients, Held, first_of_copies, local
 from rostra.parallel.mesh import Mesh
 from rostra.parallel.stage import Stage
 from rostra.pieces import Piece, Reader, fill, local_piece
@@ -18,10 +18,15 @@ from rostra.pieces import Piece, Reader, fill, local_piece
 
 def weights(stage: Stage) -> Iterator[tuple[str, Tensor, bool]]:
     """Parameters and saved buffers: name in the whole model, tensor, and whether this stage
-    is the one that writes it (of tied embeddings in two stages, the first is)."""
-    saved = stage.model.state_dict(keep_vars=True)
-    buffers = [(name, b) for name, b in stage.model.named_buffers() if name in saved]
-    for name, tensor in (*stage.model.named_parameters(), *buffers):
+    is the one that writes it (of tied embeddings in two stages, the first is). Beside a frozen
+    base, only what trains: the base is read again from where it came from."""
+    parameters = list(stage.model.named_parameters())
+    trained = [(name, p) for name, p in parameters if p.requires_grad]
+    buffers: list[tuple[str, Tensor]] = []
+    if len(trained) == len(parameters):
+        saved = stage.model.state_dict(keep_vars=True)
+        buffers = [(name, b) for name, b in stage.model.named_buffers() if name in saved]
+    for name, tensor in (*trained, *buffers):
         yield stage.aliases.get(name, name), tensor, name not in stage.aliases
 
 
@@ -107,7 +112,7 @@ def load_pieces(
 
     Raises ValueError when the reader's weights are not those of the model.
     """
-    known = set(reader.names())
+    known, filled = set(reader.names()), set()
     for stage in stages:
         for name, tensor, _ in weights(stage):
             exact = f"master/{name}"
@@ -118,12 +123,21 @@ def load_pieces(
                     f"another shape than {tuple(tensor.shape)}"
                 )
             fill(tensor, reader, source)
-    for held in gradients.held:  # which may be copies: more exact, or on the host
+            if tensor.requires_grad:
+                filled.add(_memory(tensor))
+    for held in gradients.held:
+        if _memory(held.value) in filled:
+            continue  # others are copies: more exact, or on the host
         source = f"master/{held.name}"
         source = source if source in known else f"model/{held.name}"
         held.value.copy_(reader.read(source, held.offset, tuple(held.value.shape)))
     if optimizers is not None:
         _load_optimizer(gradients, optimizers, reader, values)
+
+
+def _memory(tensor: Tensor) -> int:
+    """Where this rank's part lies."""
+    return local(tensor).untyped_storage().data_ptr()
 
 
 def _load_optimizer(

@@ -121,17 +121,16 @@ def _split_base(
     done: dict[nn.Parameter, nn.Parameter],
 ) -> None:
     """Split the base model but for its embedding, by the plan of its family."""
-    text, base = model.config.get_text_config(), model.base_model
-    ways = {_pattern(name): way for name, way in text.base_model_tp_plan.items()}
+    base, ways = model.base_model, ways_to_split(model)
     blocks = set()  # attentions and MLPs: what their projections read is gathered once
     for name, module in base.named_modules():
         if not module._parameters or module is embedding:
             continue
-        way = next((way for pattern, way in ways.items() if pattern.fullmatch(name)), None)
+        way = ways.get(name)
         if way is None and "norm" not in type(module).__name__.lower():
             raise RequestError(
                 f"parallel.tensor: no way is known to split {name} ({type(module).__name__}) of "
-                f"a {text.model_type}; set parallel.tensor to 1"
+                f"a {model.config.get_text_config().model_type}; set parallel.tensor to 1"
             )
         _distribute(module, mesh, way or WHOLE, done)
         _compute_locally(module, mesh, way or WHOLE)
@@ -144,8 +143,17 @@ def _split_base(
         )
 
 
-def _pattern(name: str) -> re.Pattern[str]:
-    return re.compile(re.escape(name).replace(r"\*", r"\d+"))
+def ways_to_split(model: PreTrainedModel) -> dict[str, str]:
+    """Of each module of the base model that the plan of its family splits, by name: COLUMNS or
+    ROWS, or WHOLE for one that every rank keeps."""
+    plan = getattr(model.config.get_text_config(), "base_model_tp_plan", None) or {}
+    ways = {re.compile(re.escape(n).replace(r"\*", r"\d+")): way for n, way in plan.items()}
+    return {
+        name: way
+        for name, _ in model.base_model.named_modules()
+        for pattern, way in ways.items()
+        if pattern.fullmatch(name)
+    }
 
 
 def _distribute(

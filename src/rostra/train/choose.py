@@ -23,6 +23,7 @@ COMPILE_GAIN = 0.3  # share of an uncompiled step that compiling saves at the le
 FREE_KEYS = (
     "run.name", "run.output", "data.cache", "train.steps", "train.tokens", "train.epochs",
     "train.micro_batch_size", "train.compile", "parallel", "memory", "checkpoint", "evaluate",
+    "quantization.cache",
     "monitor", "launch", "serve", "stability.bad_steps",
 )  # fmt: skip
 
@@ -50,6 +51,7 @@ def choose_layout(
     compiled = config.train.compile
     if compiled == "auto":
         alone = ranks == 1 and table.engine == "torch"
+        alone = alone and (config.data.packed != "none" or full_rows(config))
         compiled = (
             alone and can_compile(device) and _compile_pays(device, compute, parameters, tokens)
         )
@@ -70,6 +72,8 @@ def choose_layout(
         offload_optimizer=memory.offload.optimizer,
         compute=compute,
         reduction=config.precision.reduction,
+        quantization=config.quantization.kind,
+        adapter=config.adapter.kind,
         optimizer_states=memory.optimizer_states,
         optimizer_in_backward=memory.optimizer_in_backward,
         compile=compiled,
@@ -156,6 +160,14 @@ def _simple(device: torch.device, parameters: int, ranks: int) -> ParallelTable:
     room = torch.cuda.get_device_properties(device).total_memory
     fits = 2 * 16 * parameters < room
     return ParallelTable(sharding="no_shard" if fits or ranks == 1 else "full_shard")
+
+
+def full_rows(config: Config, layout: Layout | None = None) -> bool:
+    """Whether all samples must have one shape: in a pipeline, when positions are split, and for
+    compiled code, which is made for one."""
+    table = config.parallel
+    split = table != "auto" and max(table.pipeline, table.context) > 1
+    return split or (config.train.compile is True if layout is None else layout.compile)
 
 
 def _micro_batch(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable
 from contextlib import redirect_stdout
 from itertools import islice
 from pathlib import Path
@@ -12,17 +11,19 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from rostra.adapt import Adapter, save_adapter
 from rostra.checkpoint import open_checkpoint
 from rostra.config import Config
-from rostra.data import HeldOut, Prepared, held_out
-from rostra.evaluate import evaluate, xz_bits_per_byte
+from rostra.data import Prepared, held_out, held_out_samples
+from rostra.evaluate import Evaluation, evaluate, evaluate_examples, xz_bits_per_byte
 from rostra.events import Events
-from rostra.generate import Sampling, generate_text
+from rostra.generate import Sampling, generate_text, load_adapted
 from rostra.models import load_model
 from rostra.models.weights import real_model
 from rostra.parallel import Engine, TorchEngine
-from rostra.pieces import Below
+from rostra.pieces import Below, read_whole
 from rostra.store import RunFolder, commit_folder
+from rostra.train.choose import full_rows
 from rostra.workers import on_first_rank, this_rank
 
 
@@ -43,8 +44,7 @@ class Evaluator:
     def while_training(self, step: int) -> None:
         """On the first `evaluate.documents` documents, in windows that do not overlap."""
         section = self.config.evaluate
-        documents = islice(held_out(self.prepared), section.documents)
-        self._measure(step, documents, self.config.data.sequence_length, final=False)
+        self._measure(step, section.documents, self.config.data.sequence_length, final=False)
         if section.prompt is not None:
             model = whole_model(self.engine)
             if model is not None and this_rank() == 0:
@@ -56,35 +56,56 @@ class Evaluator:
         section, length = self.config.evaluate, self.config.data.sequence_length
         step = self.engine.steps
         stride = min(section.stride or max(1, length // 2), length)
-        found = self._measure(step, held_out(self.prepared), stride, final=True)
-        if section.compare_xz and self._documents and this_rank() == 0:
+        found = self._measure(step, None, stride, final=True)
+        texts = self._documents and not self.config.data.examples
+        if section.compare_xz and texts and this_rank() == 0:
             each, whole = xz_bits_per_byte(held_out(self.prepared))
             found |= {"xz_bits_per_byte": each, "xz_whole_bits_per_byte": whole}
         if section.prompt is not None and this_rank() == 0:
-            model = whole_model(self.engine) or load_model(str(path))
+            model = whole_model(self.engine) or load_final(path)
             found["generated"] = self._speak(step, section.prompt, 4 * section.prompt_tokens, model)
         return found
 
     def _measure(
-        self, step: int, documents: Iterable[HeldOut], stride: int, final: bool
+        self, step: int, documents: int | None, stride: int, final: bool
     ) -> dict[str, Any]:
         if not self._documents:
             return {"eval_loss": None, "bits_per_byte": None}
         began = time.perf_counter()
-        start = self.tokenizer.bos_token_id
-        found = evaluate(
-            self.engine.forward,
-            documents,
-            self.tokenizer.eos_token_id if start is None else start,
-            self.config.data.sequence_length,
-            stride,
-            self.engine.layout.micro_batch * self.engine.layout.data,
+        found = (
+            self._examples(documents)
+            if self.config.data.examples
+            else self._windows(documents, stride)
         )
         seconds = round(time.perf_counter() - began, 3)
         self.events.emit(
             "evaluation", step=step, seconds=seconds, final=final, stride=stride, **found.to_dict()
         )
         return {"eval_loss": found.loss, "bits_per_byte": found.bits_per_byte}
+
+    def _windows(self, documents: int | None, stride: int) -> Evaluation:
+        start = self.tokenizer.bos_token_id
+        return evaluate(
+            self.engine.forward,
+            islice(held_out(self.prepared), documents),
+            self.tokenizer.eos_token_id if start is None else start,
+            self.config.data.sequence_length,
+            stride,
+            self._rows,
+        )
+
+    def _examples(self, documents: int | None) -> Evaluation:
+        samples = held_out_samples(
+            self.prepared, self.config.data, full_rows(self.config, self.engine.layout)
+        )
+        return evaluate_examples(
+            self.engine.forward, samples, self.tokenizer, self._rows, documents
+        )
+
+    @property
+    def _rows(self) -> int:
+        """Samples that all ranks compute at once."""
+        return self.engine.layout.micro_batch * self.engine.layout.data
 
     def _speak(self, step: int, prompt: str, tokens: int, model: PreTrainedModel) -> str:
         text = generate_text(
@@ -95,6 +116,11 @@ class Evaluator:
         )
         self.events.emit("generation", step=step, prompt=prompt, text=text)
         return text
+
+
+def load_final(path: Path) -> PreTrainedModel:
+    """The final model of a run, or its base with the adapter."""
+    return load_adapted(path) if path.name == "adapter" else load_model(str(path))
 
 
 def whole_model(engine: Engine) -> PreTrainedModel | None:
@@ -123,6 +149,23 @@ def save_model(folder: RunFolder, engine: Engine, tokenizer: Any, step: int) -> 
         with commit_folder(folder.model, step=step) as path, redirect_stdout(sys.stderr):
             model.config.use_cache = True
             model.save_pretrained(path)
+            tokenizer.save_pretrained(path)
+
+    on_first_rank(save)
+
+
+def save_adapter_of(
+    folder: RunFolder, adapter: Adapter, base: str | None, tokenizer: Any, step: int
+) -> None:
+    """The trained adapter as peft saves it, with the tokenizer: whole or not at all. All ranks
+    call this; rank 0 reads it from the checkpoint of the last step."""
+    checkpoint = open_checkpoint(folder.checkpoint(step))
+
+    def save() -> None:
+        weights = Below("model", checkpoint.reader())
+        tensors = {name: read_whole(weights, name) for name in adapter.keys}
+        with commit_folder(folder.adapter, step=step) as path, redirect_stdout(sys.stderr):
+            save_adapter(path, tensors, adapter, base)
             tokenizer.save_pretrained(path)
 
     on_first_rank(save)

@@ -103,7 +103,8 @@ def _put_aside(path: Path) -> Path:
 
 def finished(folder: RunFolder, config: Config) -> dict[str, Any] | None:
     """The summary of a run that has nothing left to do."""
-    if not folder.summary.exists() or not folder.model.exists():
+    final = folder.model.exists() or folder.adapter.exists()
+    if not folder.summary.exists() or not final:
         return None
     old = read_config(folder.config).train
     same = (old.steps, old.tokens, old.epochs)

@@ -110,7 +110,7 @@ class Loop:
             self.position = Position(
                 here.step + 1,
                 here.samples + self.loader.global_batch_size,
-                here.tokens + outcome.tokens,
+                here.tokens + round(outcome.tokens),
                 0 if outcome.accepted else here.bad_steps + 1,
             )
             seconds = time.perf_counter() - began

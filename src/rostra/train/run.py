@@ -19,18 +19,17 @@ from rostra.checkpoint import (
     save_checkpoint,
 )
 from rostra.config import Config, config_to_yaml
-from rostra.data import Loader, Prepared, Samples, prepare
+from rostra.data import Loader, Prepared, prepare, training_samples
 from rostra.errors import RequestError, Stopped
 from rostra.events import Events, JsonLines, Listener, plain, read_events
 from rostra.hardware import best_device, can_compile
 from rostra.layout import Layout
 from rostra.memory import explain_out_of_memory, keep_freed_memory, measure, peak_resident_bytes
-from rostra.models import parameter_counts
 from rostra.report import write_report
 from rostra.store import RunFolder, explain_full_disk, read_manifest, sweep, write_file, write_json
 from rostra.track import TensorBoard
-from rostra.train.choose import check_same_data, choose_layout
-from rostra.train.finish import Evaluator, save_model
+from rostra.train.choose import check_same_data, choose_layout, full_rows
+from rostra.train.finish import Evaluator, save_adapter_of, save_model
 from rostra.train.folder import claimed, finished, resumable
 from rostra.train.loop import Loop, StopSignal, every
 from rostra.train.origin import Origin, recorded, start_from
@@ -98,9 +97,13 @@ class _Training:
             keep_freed_memory()
         check_model(config)
         self.prepared = self._prepare()
-        data = config.data
-        samples = Samples(
-            self.prepared.train, data.sequence_length, config.run.seed, data.isolate_documents
+        samples = training_samples(
+            self.prepared,
+            config.data,
+            config.run.seed,
+            config.train.global_batch_size,
+            full_rows(config),
+            events.notice,
         )
         self.loader = Loader(samples, config.train.global_batch_size)
         self.steps = total_steps(config, self.loader)
@@ -108,13 +111,13 @@ class _Training:
             check_same_data(checkpoint.data, self.prepared.identity, str(folder.path))
             _check_length(checkpoint.position.step, self.steps, folder)
         alone = world_size() == 1
-        model, weights = build_model(
+        built = build_model(
             config, self.prepared.tokenizer, self.prepared.vocabulary_size, events, not alone
         )
-        self.counts = parameter_counts(model)
+        self.counts, self.adapter = built.counts, built.adapter
         self.layout = on_first_rank(lambda: self._layout(checkpoint))  # one, whatever the hosts
         self.engine = build_engine(
-            config, self.layout, model, self.device, self.steps, events, weights
+            config, self.layout, built.model, self.device, self.steps, events, built.weights
         )
         self.loop = Loop(self.engine, self.loader, events, self.steps, config.stability.bad_steps)
         if checkpoint is not None:
@@ -247,10 +250,16 @@ class _Training:
         return path
 
     def _finish(self) -> dict[str, Any]:
-        manifest = on_first_rank(lambda: read_manifest(self.folder.model))
+        path = self.folder.model if self.adapter is None else self.folder.adapter
+        manifest = on_first_rank(lambda: read_manifest(path))
         if manifest is None or manifest["step"] != self.steps:
-            save_model(self.folder, self.engine, self.prepared.tokenizer, self.steps)
-        found = self.evaluator.final(self.folder.model)
+            if self.adapter is None:
+                save_model(self.folder, self.engine, self.prepared.tokenizer, self.steps)
+            else:
+                base = self.config.model.pretrained
+                tokenizer = self.prepared.tokenizer
+                save_adapter_of(self.folder, self.adapter, base, tokenizer, self.steps)
+        found = self.evaluator.final(path)
         return on_first_rank(lambda: self._summarize(found))
 
     def _summarize(self, found: dict[str, Any]) -> dict[str, Any]:

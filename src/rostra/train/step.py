@@ -11,11 +11,11 @@ from rostra.parallel import Engine
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step did. `loss` is in nats a target token of the global batch; a step that is
-    not `accepted` left the weights as they were."""
+    """What a step did. `loss` is in nats a target token of the global batch, `tokens` their
+    number (by their weights, if any); a step that is not `accepted` left the model as it was."""
 
     loss: float
-    tokens: int
+    tokens: float
     gradient_norm: float
     learning_rate: float
     accepted: bool
@@ -23,9 +23,9 @@ class Outcome:
 
 def train_step(engine: Engine, batch: Batch) -> Outcome:
     """Gradients of the global batch, and an update unless they are not finite."""
-    total, tokens = engine.forward_backward(batch)
+    total, weight = engine.forward_backward(batch)
     norm = engine.gradient_norm()
-    loss = total / max(1, tokens)
-    accepted = tokens > 0 and math.isfinite(loss) and math.isfinite(norm)
+    loss = total / (weight or 1)
+    accepted = weight > 0 and math.isfinite(loss) and math.isfinite(norm)
     rate = engine.step(accepted)
-    return Outcome(loss, tokens, norm, rate, accepted)
+    return Outcome(loss, weight, norm, rate, accepted)

@@ -11,10 +11,9 @@ from rostra.build import build_engine
 from rostra.config import Config
 from rostra.errors import RequestError, TrainingFailed
 from rostra.layout import Layout
-from rostra.models import model_on_meta
 from rostra.verify.compare import EXACT, Distance, Reference, allowed
 from rostra.verify.layouts import OWN
-from rostra.verify.steps import Build, Found, Work, run_steps
+from rostra.verify.steps import Build, Found, Work, made, run_steps
 from rostra.verify.work import (
     Checked,
     asked_layouts,
@@ -126,11 +125,18 @@ def _one_process(config: Config, work: Work) -> tuple[Reference, Distance]:
     assert compute != "auto"
 
     def run(micro: int, order: Sequence[int]) -> Found:
-        layout = Layout(micro, -(-work.samples // micro), compute=compute, optimizer_states=states)
+        layout = Layout(
+            micro,
+            -(-work.samples // micro),
+            compute=compute,
+            quantization=config.quantization.kind,
+            adapter=config.adapter.kind,
+            optimizer_states=states,
+        )
         return run_steps(config.model_copy(update={"parallel": "auto"}), layout, work, order)
 
     samples = list(range(work.samples))
-    names = [name for name, _ in model_on_meta(work.shape).named_parameters()]
+    names = [name for name, _ in made(config, work)[0].named_parameters()]
     reference = Reference.of(run(work.samples, samples), names)
     if not reference.finite:
         raise TrainingFailed(

@@ -65,7 +65,8 @@ class Reference:
     @classmethod
     def of(cls, found: Found, names: Sequence[str]) -> Reference:
         tensors = whole([found])
-        return cls(found.losses, found.norms, found.targets, {n: tensors[n] for n in names})
+        known = {name: tensors[name] for name in names if name in tensors}  # of those that train
+        return cls(found.losses, found.norms, found.targets, known)
 
     @property
     def finite(self) -> bool:

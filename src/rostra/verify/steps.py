@@ -10,17 +10,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
+from rostra.adapt import virtual_ids
 from rostra.batch import IGNORE, Batch, share_of
 from rostra.build import build_engine
+from rostra.build.tuned import tune
 from rostra.config import Config
 from rostra.events import Events
 from rostra.layout import Layout
 from rostra.memory import measure
 from rostra.models import SeededWeights, create_model, model_on_meta
 from rostra.parallel import Engine
-from rostra.pieces import Piece
+from rostra.pieces import Piece, Reader
 from rostra.train import train_step
 from rostra.workers import world_size
 
@@ -68,26 +70,37 @@ def global_batch(work: Work, step: int) -> Batch:
     return Batch(tokens[:, :-1].contiguous(), labels, positions)
 
 
+def made(config: Config, work: Work) -> tuple[PreTrainedModel, Reader | None]:
+    """The shrunk model, as training makes the whole one: in one process with its weights,
+    but a tuned one, and that of several ranks, on the meta device with a reader of them."""
+    shape, seed = copy.deepcopy(work.shape), work.seed  # models change their configs
+    if config.adapter.kind != "none":
+        built = tune(model_on_meta(shape), SeededWeights(work.shape, seed), config)
+        return built.model, built.weights
+    if world_size() == 1:
+        return create_model(shape, seed), None
+    return model_on_meta(shape), SeededWeights(work.shape, seed)
+
+
 def run_steps(
     config: Config, layout: Layout, work: Work, order: Sequence[int] | None = None
 ) -> Found:
     """Take the steps on this rank; `order` is that of the samples in each global batch.
 
-    Collective over the layout's ranks. As in training, one process creates the model whole,
-    and several fill in what each holds. Memory is measured over the second step, when all
+    Collective over the layout's ranks. Memory is measured over the second step, when all
     states exist. Raises RequestError for a layout that the model refuses.
     """
-    alone = world_size() == 1
-    shape, seed = copy.deepcopy(work.shape), work.seed  # models change their configs
-    model = create_model(shape, seed) if alone else model_on_meta(shape)
-    weights = None if alone else SeededWeights(work.shape, seed)
+    model, weights = made(config, work)
     engine = work.build(config, layout, model, CPU, work.steps, Events(), weights)
     first, count = share_of(work.samples, *engine.place)
     found = Found([], [], [], 0, {})
     for step in range(work.steps):
         batch = global_batch(work, step)
+        if config.adapter.kind in ("prompt", "prefix"):
+            count = min(config.adapter.virtual_tokens, work.length // 4)
+            batch.input_ids[:, :count] = virtual_ids(count)
         if order is not None:
-            batch = Batch(*(tensor[list(order)] for tensor in batch.tensors().values()))
+            batch = Batch(**{n: tensor[list(order)] for n, tensor in batch.tensors().items()})
         measured = step == min(1, work.steps - 1)
         inside, optimizers = engine.measured()
         with measure(inside, *optimizers) if measured else nullcontext() as memory:
@@ -96,7 +109,7 @@ def run_steps(
             found.memory_bytes = memory.bytes["total"]
         found.losses.append(outcome.loss)
         found.norms.append(outcome.gradient_norm)
-        found.targets.append(outcome.tokens)
+        found.targets.append(round(outcome.tokens))
     found.pieces = _parameters(engine)
     engine.close()
     return found

@@ -178,4 +178,6 @@ def small(config: Config, work: Work) -> Config:
     """`config` for the shrunk model and the samples of `work`."""
     data = config.data.model_copy(update={"sequence_length": work.length})
     train = _train_section(config, work.samples)
-    return config.model_copy(update={"data": data, "train": train})
+    # saved adapters have the whole model's shapes
+    adapter = config.adapter.model_copy(update={"pretrained": None, "frozen": ()})
+    return config.model_copy(update={"data": data, "train": train, "adapter": adapter})

@@ -1,0 +1,222 @@
+"""Adapters on a model: what the section `adapter` says, put in place before weights are there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from rostra.adapt.dropout import replace_dropout
+from rostra.adapt.files import Adapter, SavedAdapter, file_key, read_adapter
+from rostra.adapt.lora import (
+    TRAINED,
+    activate,
+    check_targets,
+    frozen_name,
+    ia3_config,
+    inject,
+    lora_config,
+    named_modules,
+    peft,
+)
+from rostra.adapt.prefix import PREFIX, add_prefix, prefix_shape
+from rostra.adapt.prompt import PROMPT, add_prompt
+from rostra.config.tuning import AdapterTable
+from rostra.errors import RequestError
+
+_LAYERS = ("lora", "ia3")  # kinds that go around linear layers
+
+
+def add_adapter(
+    model: PreTrainedModel, section: AdapterTable, grown: tuple[str, ...] = ()
+) -> Adapter | None:
+    """Freeze `model` and put the adapters of `section` into it; None where there are none.
+
+    In place, before the model is cut and before a kernel of attention is chosen; meant for a
+    model on the meta device (`AdaptedWeights` fills it), whose quantised layers are there
+    already. Names of parameters are peft's. `grown` are modules that train whole in any case:
+    see `grow_embeddings`.
+
+    Raises: RequestError for targets that the model has not, and for a saved adapter that does
+    not fit the section or the model.
+    """
+    if section.kind == "none":
+        return None
+    saved = None
+    if section.pretrained is not None:
+        saved = read_adapter(section.pretrained, "adapter.pretrained")
+        _check_agreement(section, saved)
+    frozen = tuple(read_adapter(path, "adapter.frozen") for path in section.frozen)
+    _check_frozen(section, frozen)
+    config = saved.config if saved is not None else _config(section, model)
+    _train_whole(config, grown, section.kind)
+    model.requires_grad_(False)
+    _add_layers(model, section, config, frozen)
+    adapter = Adapter(section.kind, config, _trained(model, config), saved, frozen)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in adapter.keys)
+    _check_tensors(model, adapter)
+    return adapter
+
+
+def _config(section: AdapterTable, model: PreTrainedModel) -> Any:
+    """peft's config of an adapter that begins here."""
+    if section.kind == "lora":
+        return lora_config(section, model)
+    if section.kind == "ia3":
+        return ia3_config(section, model)
+    layers, heads, size = prefix_shape(model.config)
+    text = model.config.get_text_config()
+    common = {
+        "task_type": "CAUSAL_LM",
+        "num_virtual_tokens": section.virtual_tokens,
+        "num_layers": layers,
+        "num_transformer_submodules": 1,
+    }
+    if section.kind == "prefix":
+        return peft().PrefixTuningConfig(
+            **common, token_dim=heads * size, num_attention_heads=heads
+        )
+    return peft().PromptTuningConfig(
+        **common, token_dim=text.hidden_size, num_attention_heads=text.num_attention_heads
+    )
+
+
+def _train_whole(config: Any, grown: tuple[str, ...], kind: str) -> None:
+    if not grown:
+        return
+    if kind not in _LAYERS:
+        raise RequestError(
+            f"adapter.kind: {kind} holds no embeddings, and those of added tokens have to be "
+            "learned; use lora or ia3, or add no tokens"
+        )
+    config.modules_to_save = sorted({*(config.modules_to_save or ()), *grown})
+
+
+def _add_layers(
+    model: PreTrainedModel, section: AdapterTable, config: Any, frozen: tuple[SavedAdapter, ...]
+) -> None:
+    """The modules of all adapters; those in `frozen` first, as what they name is found then."""
+    named = [(frozen_name(i), a.config, f"adapter.frozen: {a.path}") for i, a in enumerate(frozen)]
+    if section.kind in _LAYERS:
+        whence = "adapter.targets" if section.pretrained is None else "adapter.pretrained"
+        named.append((TRAINED, config, whence))
+    for _, one, whence in named:
+        check_targets(one, model, whence)
+    for name, one, _ in named:
+        inject(model, one, name, drops=name == TRAINED)
+    activate(model, [name for name, *_ in named])
+    replace_dropout(model, TRAINED)
+    if section.kind == "prompt":
+        add_prompt(model, config.num_virtual_tokens)
+    if section.kind == "prefix":
+        add_prefix(model, config.num_virtual_tokens)
+
+
+def _trained(model: PreTrainedModel, config: Any) -> dict[str, tuple[str, ...]]:
+    """What trains, in the model's order, with its keys in peft's file.
+
+    Of tied embeddings, where one is to be saved, the other is too: peft trains a copy of each.
+    """
+    tied: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        tied.setdefault(id(parameter), []).append(name)
+    whole: set[str] = set()
+    for part in getattr(config, "modules_to_save", None) or ():
+        found = named_modules(model, part)
+        if not found:
+            raise RequestError(
+                f"adapter.modules_to_save: {part!r} names no module of a {type(model).__name__}"
+            )
+        for name, module in found.items():
+            whole |= {f"{name}.{own}" for own, _ in module.named_parameters()}
+    also = {name for names in tied.values() if whole & {*names} for name in names}
+    if also - whole:
+        modules = {name.rpartition(".")[0].rpartition(".")[2] for name in also - whole}
+        config.modules_to_save = sorted({*config.modules_to_save, *modules})
+    trained = {}
+    for name, parameter in model.named_parameters():
+        own = f".{TRAINED}." in f".{name}." or f".{name}".endswith(_VIRTUAL)
+        if own or name in also:
+            trained[name] = tuple(file_key(n, TRAINED) for n in tied[id(parameter)])
+    if clash := next((name for name in also if ".base_layer." in name), None):
+        raise RequestError(
+            f"adapter.modules_to_save: {clash.replace('.base_layer', '')} is adapted too; leave "
+            "its module out of modules_to_save, or of targets"
+        )
+    return trained
+
+
+_VIRTUAL = (f".{PROMPT}.weight", f".{PREFIX}.weight")
+
+# A key of the section, and peft's.
+_SAME = {
+    "rank": "r",
+    "alpha": "lora_alpha",
+    "rslora": "use_rslora",
+    "dora": "use_dora",
+    "virtual_tokens": "num_virtual_tokens",
+}
+
+
+def _check_agreement(section: AdapterTable, saved: SavedAdapter) -> None:
+    """Refuse a section that says something else than the saved adapter. Dropout may change."""
+    found: dict[str, Any] = {"kind": saved.kind}
+    found |= {ours: getattr(saved.config, theirs, None) for ours, theirs in _SAME.items()}
+    for ours, theirs in (("targets", "target_modules"), ("modules_to_save", "modules_to_save")):
+        value = getattr(saved.config, theirs, None) or ()
+        found[ours] = value if isinstance(value, str) else tuple(sorted(value))
+    for key in section.model_fields_set & found.keys():
+        asked = getattr(section, key)
+        asked = tuple(sorted(asked)) if isinstance(asked, tuple) else asked
+        if asked != found[key] and asked != "all-linear":
+            raise RequestError(
+                f"adapter.{key} = {asked}: the saved adapter {saved.path} has {found[key]}; "
+                f"leave adapter.{key} out, or adapter.pretrained"
+            )
+    if "dropout" in section.model_fields_set:
+        saved.config.lora_dropout = section.dropout
+
+
+def _check_frozen(section: AdapterTable, frozen: tuple[SavedAdapter, ...]) -> None:
+    kinds = {saved.kind for saved in frozen} | ({section.kind} & {*_LAYERS})
+    for saved in frozen:
+        if saved.kind not in _LAYERS or len(kinds) > 1:
+            raise RequestError(
+                f"adapter.frozen: {saved.path} is of kind {saved.kind}, which does not go with "
+                f"{section.kind}; frozen adapters are all lora, or all ia3, as what trains if "
+                "that is one of the two"
+            )
+        if getattr(saved.config, "modules_to_save", None):
+            raise RequestError(
+                f"adapter.frozen: {saved.path} holds whole modules "
+                f"({', '.join(sorted(saved.config.modules_to_save))}), which stand in the place "
+                "of the model's; merge it into the model first"
+            )
+
+
+def _check_tensors(model: PreTrainedModel, adapter: Adapter) -> None:
+    """Refuse saved adapters whose tensors are not those that the model asks for."""
+    for owner, saved in adapter.owners():
+        if saved is not None:
+            expected = {
+                key: tuple(parameter.shape)
+                for name, parameter in model.named_parameters()
+                for key in adapter.keys_of(name, owner)
+            }
+            _compare(saved, expected)
+
+
+def _compare(saved: SavedAdapter, expected: dict[str, tuple[int, ...]]) -> None:
+    there = {name: saved.tensors.shape(name) for name in saved.tensors.names()}
+    if saved.kind == "prefix":  # one tensor for all layers
+        config = saved.config
+        width = config.num_layers * 2 * config.token_dim
+        expected = dict.fromkeys(expected, (config.num_virtual_tokens, width))
+    for key in sorted({*there, *expected}):
+        if there.get(key) != expected.get(key):
+            here = expected.get(key)
+            raise RequestError(
+                f"{saved.path}: {key} has the shape {there.get(key, 'of nothing')} there, and "
+                f"{here or 'no place'} in this model; was it trained beside another one?"
+            )

@@ -1,0 +1,301 @@
+"""Records of files: JSON, JSON lines, Parquet, CSV, folders and hub ids of the datasets library.
+
+A record is a table of values with the place it came from. What examples are made of it says
+`rostra.data.examples`.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rostra.config.sources import RecordsSource
+from rostra.data.sources import BadRecords, Part, find_parts
+from rostra.errors import RequestError
+
+SUFFIXES = {
+    ".json": "json",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".parquet": "parquet",
+    ".csv": "csv",
+    ".arrow": "arrow",
+}
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+SPLIT_NAMES = re.compile(r"(?<![a-z])(train|test|valid|validation|dev|eval)(?:ing)?(?![a-z])")
+LONGEST_FIELD = 1 << 30  # of CSV; its reader's default, 128 KiB, is less than a long answer
+
+
+class BadRecord(Exception):
+    """A record that cannot be used; whoever holds its place hands it to `BadRecords`."""
+
+    def __init__(self, reason: str, problem: str, advice: str) -> None:
+        super().__init__(problem)
+        self.reason, self.problem, self.advice = reason, problem, advice
+
+    def reject(self, where: str, bad: BadRecords) -> None:
+        """Refuse what lies at `where` (see `BadRecords.reject`)."""
+        bad.reject(self.reason, where, self.problem, self.advice)
+
+
+@dataclass(frozen=True)
+class Record:
+    """`where` names file and number for people, `id` the same below the source's path."""
+
+    where: str
+    id: str
+    values: dict[str, Any]
+
+
+def find_records(source: RecordsSource, key: str, bad: BadRecords) -> list[Part]:
+    """The files that hold the records of a source, in a fixed order.
+
+    Args:
+        key: the source's place in the config, for messages.
+
+    Raises:
+        RequestError: for a dataset that cannot be loaded; under `bad`, for missing files.
+    """
+    path = Path(source.path).expanduser()
+    if source.format in ("auto", "dataset"):
+        if path.is_dir() and (parts := _saved_dataset(path, source, key)):
+            return parts
+        if _is_hub(path, source) or (path.is_dir() and _is_hub_like(path, source)):
+            return _loaded_dataset(source, key)
+    suffixes = tuple(s for s, f in SUFFIXES.items() if source.format in ("auto", f))
+    parts = find_parts(source.path, suffixes, key, bad)
+    if not path.is_dir():
+        return parts
+    named = {part.name: SPLIT_NAMES.search(part.name.lower()) for part in parts}
+    wanted = source.split.removesuffix("ation")
+    chosen = [p for p in parts if (m := named[p.name]) and m[1].startswith(wanted)]
+    if any(named.values()) and not chosen:
+        bad.reject("missing", path, f"no file of split {source.split!r}", f"Correct {key}.split")
+        return []
+    return chosen or parts
+
+
+def read_records(part: Part, source: RecordsSource, key: str, bad: BadRecords) -> Iterator[Record]:
+    """The records of one file; what cannot be used goes to `bad` by file and number."""
+    told = source.format not in ("auto", "dataset")
+    kind = source.format if told else SUFFIXES.get(part.path.suffix.lower())
+    if kind is None:
+        known = ", ".join(SUFFIXES)
+        advice = f"Set {key}.format (known endings: {known})"
+        bad.reject("format", part.path, "its ending tells no format of records", advice)
+        return
+    found = False
+    try:
+        for number, values in _READERS[kind](part.path):
+            found = True
+            where = f"{part.path}, {_UNITS[kind]} {number}"
+            if isinstance(values, BadRecord):
+                values.reject(where, bad)
+            else:
+                yield Record(where, f"{part.name}:{number}", values)
+    except BadRecord as fault:
+        fault.reject(str(part.path), bad)
+        return
+    except (OSError, pa.ArrowException) as error:
+        problem = f"cannot be read ({getattr(error, 'strerror', None) or error})"
+        bad.reject("unreadable", part.path, problem, "Make it readable")
+        return
+    if not found:
+        bad.reject("empty", part.path, "holds no record", "Take the file away")
+
+
+Numbered = Iterator[tuple[int, "dict[str, Any] | BadRecord"]]
+
+
+def _json(path: Path) -> Numbered:
+    raw = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
+    try:
+        # A byte that is not UTF-8 survives as half a surrogate pair, to be found in its record.
+        found = json.loads(raw.decode("utf-8", "surrogateescape"))
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data" and b"\n" in raw.strip():  # JSON lines, under another name
+            yield from _jsonl(path)
+            return
+        place = f"line {error.lineno}, column {error.colno}"
+        raise BadRecord(
+            "not JSON", f"not JSON ({error.msg} at {place})", "Correct the file"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise BadRecord("not JSON", f"not JSON ({error})", "Correct the file") from error
+    if isinstance(found, dict) and isinstance(found.get("data"), list):
+        found = found["data"]
+    if not isinstance(found, list):
+        raise BadRecord("not JSON", "holds no list of records", "Make it a list of objects")
+    for number, values in enumerate(found, 1):
+        yield number, _checked(values)
+
+
+def _jsonl(path: Path) -> Numbered:
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, 1):
+            line = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
+            if not line.strip():
+                continue
+            try:
+                yield number, _checked(json.loads(line.decode("utf-8", "surrogateescape")))
+            except (ValueError, RecursionError) as error:
+                yield number, BadRecord("not JSON", f"not JSON ({error})", "Correct the line")
+
+
+def _csv(path: Path) -> Numbered:
+    csv.field_size_limit(LONGEST_FIELD)
+    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        rows = csv.DictReader(file, strict=True)
+        number = 0
+        while True:
+            number += 1
+            try:
+                values = next(rows)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                yield number, BadRecord("not CSV", f"not CSV ({error})", "Correct the row")
+                return
+            if None in values or None in values.values():
+                many = "more" if None in values else "fewer"
+                problem = f"has {many} fields than the header"
+                yield number, BadRecord("not CSV", problem, "Correct the row")
+            else:
+                yield number, _checked(values)
+
+
+def _parquet(path: Path) -> Numbered:
+    with pq.ParquetFile(path) as file:
+        yield from _rows(file.iter_batches(1024))
+
+
+def _arrow(path: Path) -> Numbered:
+    with pa.memory_map(str(path)) as file, pa.ipc.open_stream(file) as batches:
+        yield from _rows(iter(batches))
+
+
+def _rows(batches: Iterator[pa.RecordBatch]) -> Numbered:
+    number = 0
+    for batch in batches:
+        for row in range(batch.num_rows):
+            number += 1
+            try:
+                values = batch.slice(row, 1).to_pylist()[0]
+            except UnicodeDecodeError as error:
+                yield number, _not_utf8(f"byte {error.start} of a text")
+            else:
+                yield number, _without_nulls(values)
+
+
+def _without_nulls(value: Any) -> Any:
+    """Structs without the fields that are null: columns give every struct the keys of all."""
+    if isinstance(value, dict):
+        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
+    return [_without_nulls(v) for v in value] if isinstance(value, list) else value
+
+
+def _checked(values: Any) -> dict[str, Any] | BadRecord:
+    """`values`, or what is wrong with them."""
+    if not isinstance(values, dict):
+        kind = type(values).__name__
+        return BadRecord("wrong type", f"is no object but a {kind}", "Correct the record")
+    return next((_not_utf8(name) for name in values if _is_broken(values[name])), values)
+
+
+def _is_broken(value: Any) -> bool:
+    """Whether a text in `value` holds half a surrogate pair, as bytes that are not UTF-8 do."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return True
+        return False
+    if isinstance(value, dict):
+        return any(_is_broken(item) for pair in value.items() for item in pair)
+    return isinstance(value, list) and any(map(_is_broken, value))
+
+
+def _not_utf8(what: str) -> BadRecord:
+    return BadRecord("encoding", f"{what!r} is not UTF-8", "Convert the file to UTF-8")
+
+
+_READERS: dict[str, Callable[[Path], Numbered]] = {
+    "json": _json,
+    "jsonl": _jsonl,
+    "csv": _csv,
+    "parquet": _parquet,
+    "arrow": _arrow,
+}
+_UNITS = {"json": "record", "jsonl": "line", "csv": "row", "parquet": "row", "arrow": "row"}
+
+
+def _saved_dataset(folder: Path, source: RecordsSource, key: str) -> list[Part]:
+    """The files of a dataset that `save_to_disk` wrote; none when it is another folder."""
+    splits = folder / "dataset_dict.json"
+    if splits.is_file():
+        names = _table(splits, "splits")
+        if source.split not in names:
+            raise RequestError(
+                f"{folder}: has no split {source.split!r} ({key}.split); it has {', '.join(names)}"
+            )
+        folder = folder / source.split
+    state = folder / "state.json"
+    if not state.is_file():
+        return []
+    names = [file["filename"] for file in _table(state, "_data_files")]
+    return [Part(name, folder / name) for name in names]
+
+
+def _table(path: Path, key: str) -> list[Any]:
+    """The list under `key` in a file of the datasets library."""
+    try:
+        return list(json.loads(path.read_bytes())[key])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RequestError(
+            f"{path}: is not what the datasets library writes ({error!r}). Save the dataset anew."
+        ) from error
+
+
+def _is_hub(path: Path, source: RecordsSource) -> bool:
+    """Whether `path` can only be a name on the hub."""
+    named = HUB_ID.fullmatch(source.path) and path.suffix.lower() not in SUFFIXES
+    return not path.exists() and (bool(named) or source.format == "dataset")
+
+
+def _is_hub_like(folder: Path, source: RecordsSource) -> bool:
+    """Whether a folder says itself which of its files are which part of a dataset."""
+    card = folder / "README.md"
+    declared = card.is_file() and "\nconfigs:" in card.read_text("utf-8", "replace")
+    return source.format == "dataset" or source.subset is not None or declared
+
+
+def _loaded_dataset(source: RecordsSource, key: str) -> list[Part]:
+    """The Arrow files that the datasets library makes of a hub id or a folder like one."""
+    if "[" in source.split:
+        raise RequestError(f"{key}.split: {source.split!r} is a slice; name a whole split")
+    try:
+        import datasets
+    except ImportError as error:
+        raise RequestError(
+            f"{key}.path: {source.path!r} is read by the datasets library, which is not "
+            "installed. Install rostra[hub], or give files."
+        ) from error
+    try:
+        loaded = datasets.load_dataset(source.path, source.subset, split=source.split)
+    except Exception as error:  # its own kinds, those of the hub, of the network, of formats
+        reason = (str(error).strip() or repr(error)).splitlines()[0]
+        raise RequestError(
+            f"{source.path}: no such dataset could be loaded ({reason}). Correct {key}.path, "
+            "subset or split, or give a file or folder that exists."
+        ) from error
+    stem = f"{source.subset or 'default'}-{source.split}"
+    files = [Path(file["filename"]) for file in loaded.cache_files]
+    return [Part(f"{stem}-{number:05d}", path) for number, path in enumerate(files)]

@@ -1,0 +1,135 @@
+"""Adapters that peft saved, and saved ones that do not fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adapters_of_tests import TOKENS, adapted, tiny, trained
+from peft import IA3Config, LoraConfig, get_peft_model
+from transformers import PreTrainedModel
+
+from rostra.adapt import add_adapter, read_adapter
+from rostra.config.tuning import AdapterTable
+from rostra.errors import RequestError
+from rostra.models import create_model, model_on_meta
+
+
+@pytest.fixture(scope="module")
+def base() -> PreTrainedModel:
+    return create_model(tiny("llama"), seed=1).eval()
+
+
+def by_peft(base: PreTrainedModel, config: Any, folder: Path) -> torch.Tensor:
+    """An adapter that peft made, changed and saved; the logits with it."""
+    model = get_peft_model(create_model(base.config, seed=1), config).eval()
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape) * 0.05)
+        model.save_pretrained(folder)
+        logits: torch.Tensor = model(TOKENS).logits
+    return logits
+
+
+def lora(**values: Any) -> LoraConfig:
+    return LoraConfig(task_type="CAUSAL_LM", **values)
+
+
+def test_what_peft_saved_goes_on_and_acts_frozen(base: PreTrainedModel, tmp_path: Path) -> None:
+    ia3 = IA3Config(task_type="CAUSAL_LM")
+    patterns = {"rank_pattern": {"down_proj": 3}, "layers_to_transform": [1]}
+    cases = {
+        "lora": lora(r=2, target_modules=["q_proj", "down_proj"], use_dora=True),
+        "patterns": lora(r=2, target_modules=["down_proj", "v_proj"], **patterns),
+        "regex": lora(r=2, target_modules=r".*\.1\.mlp\.\w+_proj", use_rslora=True),
+        "whole": lora(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"]),
+        "ia3": ia3,
+    }
+    for name, config in cases.items():
+        expected = by_peft(base, config, tmp_path / name)
+        table = AdapterTable(
+            kind="ia3" if name == "ia3" else "lora", pretrained=str(tmp_path / name)
+        )
+        model, _ = adapted(base, table)
+        torch.testing.assert_close(model(TOKENS).logits, expected, rtol=1e-5, atol=1e-6, msg=name)
+    one, two = by_peft(base, cases["patterns"], tmp_path / "one"), base(TOKENS).logits
+    frozen = (str(tmp_path / "one"), str(tmp_path / "lora"))
+    model, _ = adapted(base, AdapterTable(kind="lora", rank=2, frozen=frozen))
+    assert {name.split(".")[-2] for name in trained(model)} == {"default"}
+    both = model(TOKENS).logits
+    alone, _ = adapted(base, AdapterTable(kind="prompt", virtual_tokens=2, frozen=frozen[:1]))
+    torch.testing.assert_close(alone(TOKENS).logits, one, rtol=1e-5, atol=1e-6)
+    assert min((both - x).abs().max() for x in (one, two)) > 1e-3
+    model(TOKENS, labels=TOKENS).loss.backward()
+    assert all(p.grad is not None for p in trained(model).values())
+
+
+def test_what_does_not_fit_is_refused(base: PreTrainedModel, tmp_path: Path) -> None:
+    folder = str(tmp_path / "lora")
+    by_peft(base, lora(r=2, target_modules=["q_proj"]), Path(folder))
+    narrow = tiny("llama", intermediate_size=48)
+    narrow.num_attention_heads = 2
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"rank": 4, "pretrained": folder}, r"adapter.rank = 4: .* has 2"),
+        ({"targets": ("v_proj",), "pretrained": folder}, "adapter.targets = .*q_proj"),
+        ({"kind": "ia3", "pretrained": folder}, "adapter.kind = ia3"),
+        ({"kind": "ia3", "frozen": (folder,)}, "adapter.frozen: .* of kind lora"),
+        ({"targets": ("qproj",)}, "'qproj' names no module .* q_proj"),
+        ({"targets": ("lm_head",)}, "lm_head is no linear layer of the model's body"),
+        ({"targets": ("norm",)}, "model.norm is no linear layer"),
+        ({"modules_to_save": ("lm_heed",)}, "'lm_heed' names no module"),
+        ({"modules_to_save": ("q_proj",)}, "q_proj.* is adapted too"),
+        ({"pretrained": str(tmp_path / "none")}, "adapter.pretrained: .*cannot read this adapter"),
+        ({"kind": "prompt", "frozen": (str(tmp_path / "prompt"),)}, "kind prompt"),
+    ]
+    prompt = tmp_path / "prompt"
+    by_peft_prompt(base, prompt)
+    for values, message in cases:
+        with pytest.raises(RequestError, match=message):
+            add_adapter(model_on_meta(base.config), AdapterTable(**{"kind": "lora"} | values))
+    narrow = tiny("llama")
+    narrow.hidden_size = 64
+    with pytest.raises(RequestError, match=r"lora_A.weight has the shape .2, 32. there"):
+        add_adapter(model_on_meta(narrow), AdapterTable(kind="lora", pretrained=folder))
+    config = json.loads((tmp_path / "lora" / "adapter_config.json").read_text())
+    for key, value, what in (("bias", "all", "bias"), ("init_lora_weights", "pissa", "pissa")):
+        changed = tmp_path / what
+        changed.mkdir()
+        (changed / "adapter_config.json").write_text(json.dumps(config | {key: value}))
+        weights = (tmp_path / "lora" / "adapter_model.safetensors").read_bytes()
+        (changed / "adapter_model.safetensors").write_bytes(weights)
+        with pytest.raises(RequestError, match=what):
+            read_adapter(str(changed), "adapter.pretrained")
+    (tmp_path / "pickle").mkdir()
+    (tmp_path / "pickle" / "adapter_model.bin").write_bytes(b"")
+    with pytest.raises(RequestError, match="pickle"):
+        read_adapter(str(tmp_path / "pickle"), "adapter.frozen")
+
+
+def by_peft_prompt(base: PreTrainedModel, folder: Path) -> None:
+    from peft import PromptTuningConfig
+
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    get_peft_model(create_model(base.config, seed=1), config).save_pretrained(folder)
+
+
+def test_first_values_depend_on_seed_and_name_alone(base: PreTrainedModel) -> None:
+    table = AdapterTable(kind="lora", rank=2, dora=True)
+    one, two, other = (trained(adapted(base, table, seed=s)[0]) for s in (1, 1, 2))
+    for name, tensor in one.items():
+        assert torch.equal(tensor, two[name])
+        drawn = "lora_A" in name
+        assert torch.equal(tensor, other[name]) != drawn, name
+        if drawn:
+            assert 0.5 < tensor.abs().max() * tensor.shape[1] ** 0.5 <= 1, name
+    assert not any(torch.equal(x, y) for x, y in pairs(one))
+
+
+def pairs(tensors: dict[str, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    drawn = [t for n, t in tensors.items() if "q_proj.lora_A" in n]
+    return [(x, y) for i, x in enumerate(drawn) for y in drawn[:i]]

@@ -1,0 +1,161 @@
+"""Adapters beside frozen, perhaps quantised, bases: under every layout the losses, gradients
+and adapters of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from parallel.common import (
+    CPU,
+    LENGTH,
+    VOCABULARY,
+    batch_of,
+    config_of,
+    difference,
+    part_of,
+    whole,
+)
+from ranks import Ranks
+from rostra.adapt import virtual_ids
+from rostra.batch import IGNORE, Batch
+from rostra.build import build_engine
+from rostra.build.tuned import tune
+from rostra.config.schema import ModelSection
+from rostra.events import Events
+from rostra.layout import Layout
+from rostra.models import SeededWeights, model_on_meta, scratch_config
+from rostra.train import train_step
+
+VIRTUAL = 3
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "lora": {"kind": "lora", "rank": 4},
+    "dora": {"kind": "lora", "rank": 4, "dora": True, "targets": ["q_proj", "v_proj", "down_proj"]},
+    "ia3": {"kind": "ia3"},
+    "prompt": {"kind": "prompt", "virtual_tokens": VIRTUAL},
+    "prefix": {"kind": "prefix", "virtual_tokens": VIRTUAL},
+}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "ddp": (2, {"replicate": 2}),
+    "zero1": (2, {"shard": 2, "sharding": "zero1"}),
+    "full_shard": (2, {"shard": 2, "sharding": "full_shard"}),
+    "full_shard on the host": (
+        2,
+        {
+            "shard": 2,
+            "sharding": "full_shard",
+            "offload_parameters": "cpu",
+            "offload_optimizer": "cpu",
+        },
+    ),
+    "pipeline": (2, {"pipeline": 2, "pipeline_schedule": "1f1b"}),
+    "context": (2, {"context": 2, "sharding": "full_shard"}),
+    "full_shard, checkpointing": (
+        2,
+        {"shard": 2, "sharding": "full_shard", "activation_checkpointing": "full"},
+    ),
+}  # fmt: skip
+
+
+def shape_of(layers: int = 4) -> Any:
+    size = {
+        "hidden_size": 64,
+        "layers": layers,
+        "heads": 4,
+        "kv_heads": 2,
+        "intermediate_size": 128,
+    }
+    section = ModelSection.model_validate({"architecture": "llama", "size": size})
+    special: dict[str, int | None] = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    return scratch_config(section, VOCABULARY, LENGTH, special)
+
+
+def weighted(batch: Batch, virtual: int) -> Batch:
+    """With labels that count unequally, and virtual tokens at each sample's beginning."""
+    weights = torch.where(batch.labels == IGNORE, 0.0, 0.25 + batch.labels.remainder(3) / 2)
+    inputs = batch.input_ids.clone()
+    if virtual:
+        inputs[:, :virtual] = virtual_ids(virtual)
+    return Batch(inputs, batch.labels, batch.position_ids, weights)
+
+
+def run_tuned(
+    kind: str, quantized: str, layout: dict[str, Any], steps: int = 3, compute: str = "fp32"
+) -> dict[str, Any]:
+    config = config_of(
+        model={"preset": None, "pretrained": "unused"},
+        adapter=ADAPTERS[kind],
+        quantization={"kind": quantized},
+        precision={"compute": compute},
+        train={"global_batch_size": 8},
+    )
+    model: PreTrainedModel = model_on_meta(shape_of())
+    built = tune(model, SeededWeights(shape_of(), 1), config)
+    values = {"micro_batch": 2, "accumulation": 4, "compute": compute, **layout}
+    values |= {"adapter": ADAPTERS[kind]["kind"], "quantization": quantized}
+    if "replicate" in layout or layout.get("shard"):
+        values["accumulation"] = 2
+    engine = build_engine(config, Layout(**values), model, CPU, 10, Events(), built.weights)
+    virtual = VIRTUAL if kind in ("prompt", "prefix") else 0
+    outcomes = []
+    for step in range(steps):
+        batch = weighted(batch_of(step), virtual)
+        outcomes.append(train_step(engine, part_of(batch, engine)))
+    pieces, _ = engine.state()
+    assert all(name.startswith(("model/", "optimizer/", "master/")) for name in pieces)
+    assert not any("packed" in name or "base_layer" in name for name in pieces)
+    own = {
+        name: whole(p.detach()).clone()
+        for stage in engine.stages
+        for name, p in stage.model.named_parameters()
+        if p.requires_grad
+    }
+    engine.close()
+    return {
+        "loss": [o.loss for o in outcomes],
+        "norm": [o.gradient_norm for o in outcomes],
+        "parameters": own,
+    }
+
+
+_ALONE: dict[Any, dict[str, Any]] = {}
+
+
+def alone(kind: str, quantized: str, compute: str = "fp32") -> dict[str, Any]:
+    key = (kind, quantized, compute)
+    if key not in _ALONE:
+        _ALONE[key] = run_tuned(kind, quantized, {"micro_batch": 8, "accumulation": 1}, 3, compute)
+    return _ALONE[key]
+
+
+CASES = [
+    *(("lora", "nf4", name) for name in LAYOUTS),
+    ("lora", "none", "full_shard"),
+    ("lora", "int8", "full_shard"),
+    ("lora", "fp4", "pipeline"),
+    ("dora", "nf4", "full_shard"),
+    ("ia3", "none", "full_shard"),
+    ("prompt", "nf4", "full_shard"),
+    ("prompt", "none", "pipeline"),
+    ("prompt", "none", "context"),
+    ("prefix", "none", "full_shard"),
+    ("prefix", "none", "pipeline"),
+]
+
+
+@pytest.mark.parametrize(("kind", "quantized", "layout"), CASES)
+def test_adapters_train_alike(kind: str, quantized: str, layout: str, ranks: Ranks) -> None:
+    one = alone(kind, quantized)
+    assert one["loss"][-1] != one["loss"][0]
+    count, values = LAYOUTS[layout]
+    results = ranks.run(count, run_tuned, kind, quantized, values)
+    together = {name: p for found in results for name, p in found["parameters"].items()}
+    for found in results:
+        found["parameters"] = together
+        apart = difference(one, found)
+        assert apart["loss"] < 1e-5, apart
+        assert apart["norm"] < 1e-4, apart
+        assert apart["parameters"] < 1e-4, apart
