@@ -72,7 +72,7 @@ def test_every_command_of_the_documents_runs(workplace: Path) -> None:
         if "--json" in command:
             json.loads(done.stdout)
         ran += 1
-    assert ran == 10
+    assert ran == 12
     assert len(commands()) == ran + 5
 
 

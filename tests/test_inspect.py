@@ -33,7 +33,7 @@ def test_examples_are_shown_with_how_they_are_packed(tiny: Tiny, tmp_path: Path)
     words = ["one two three", "seven", "a much longer answer than the others have, by far " * 9]
     records = [{"instruction": "Count.", "output": words[k % 3]} for k in range(12)]
     data = examples(tmp_path, "alpaca", [*records, {"output": "?"}], on_bad_record="skip")
-    data |= {"sequence_length": 160}
+    data |= {"sequence_length": 160, "prepare": {"shard_tokens": 100}}  # an example a shard
     done = inspected(tmp_path, tiny(data=data), "--examples", "2", "--json")
     found = json.loads(done.stdout)
     assert found["kind"] == "examples"
@@ -49,8 +49,11 @@ def test_examples_are_shown_with_how_they_are_packed(tiny: Tiny, tmp_path: Path)
         tokenizer = Run.open(tiny(data=data)).prepare(lambda _: None).tokenizer
         assert tokenizer.decode(trained, skip_special_tokens=True) == answer
         assert "Count." in shown["text"]
+    assert len(found["shown"]) == 2
+    run = Run.open(tiny(data=data)).inspect(12, lambda _: None)
+    targets = sum(int((one.weights > 0).sum()) for one in run.shown)
     said = inspected(tmp_path, tiny(data=data)).stdout
-    for words_ in ("padding", "best_fit", "12 examples", "⟦", "to 128"):
+    for words_ in ("padding", "best_fit", "12 examples", f"{targets:,} targets", "⟦", "to 128"):
         assert words_ in said
 
 

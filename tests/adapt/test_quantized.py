@@ -212,7 +212,8 @@ def test_only_a_part_of_a_float_weight_exists_while_reading(
     shape = shape_of(256)
     base = Counted(Tensors(dict(create_model(shape, 1).named_parameters())))
     model, weights = quantized_of(shape, base, kind="nf4")
-    packed = {n: p for n, p in model.named_parameters() if not p.is_floating_point()}
+    named = (*model.named_parameters(), *model.named_buffers())  # as they are filled in
+    packed = {n: p for n, p in named if not p.is_floating_point()}
     size = sum(p.nbytes for p in packed.values())
     largest = 4 * 2 * 256 * 256  # bytes of one weight in float32
     filled_model: dict[str, Tensor] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cache
+from math import prod
 from typing import Any
 
 import pytest
@@ -93,11 +94,11 @@ def run(kind: str, values: dict[str, Any]) -> dict[str, Any]:
     for step in range(STEPS):
         part = batch_of(step % 2).rows(at * rows, (at + 1) * rows)
         losses.append(train_step(engine, part).loss)
+    engine.close()
     held = [p for stage in engine.stages for p in stage.parameters() if not p.is_floating_point()]
     return {
         "losses": losses,
         "bytes": sum(x.nbytes for p in held for x in stored_tensors(p)),
-        "integers": len(held),
     }
 
 
@@ -143,17 +144,23 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_layouts_give_the_losses_of_one_process(ranks: Ranks, name: str) -> None:
+# int8 and bf16, where two micro batches round otherwise than one, for two layouts of the torch
+# engine: as what the stored tensors travel decides, not the kind of layout
+CASES = [(name, "fp32", "nf4", 1e-5) for name in LAYOUTS]
+CASES += [(name, "bf16", "int8", 3e-3) for name in ("full", "offload", "zero3")]
+
+
+@pytest.mark.parametrize(("name", "compute", "kind", "tolerance"), CASES)
+def test_layouts_give_the_losses_of_one_process(
+    ranks: Ranks, name: str, compute: str, kind: str, tolerance: float
+) -> None:
     values = LAYOUTS[name]
-    size = 1
-    for axis in ("replicate", "shard", "pipeline"):
-        size *= values.get(axis, 1)
-    for compute, kind, tolerance in (("fp32", "nf4", 1e-5), ("bf16", "int8", 3e-3)):
-        expected = alone(kind, compute)
-        print(expected["losses"])
-        assert expected["losses"][-1] < expected["losses"][0] - 0.03
-        for found in ranks.run(size, run, kind, {**values, "compute": compute}):
-            apart = [abs(a - b) for a, b in zip(found["losses"], expected["losses"], strict=True)]
-            print(name, compute, max(apart), found["bytes"], expected["bytes"])
-            assert max(apart) < tolerance, apart
+    axes = {axis: values.get(axis, 1) for axis in ("replicate", "shard", "pipeline")}
+    expected = alone(kind, compute)
+    assert expected["losses"][-1] < expected["losses"][0] - 0.03
+    each = ranks.run(prod(axes.values()), run, kind, {**values, "compute": compute})
+    for found in each:
+        apart = [abs(a - b) for a, b in zip(found["losses"], expected["losses"], strict=True)]
+        assert max(apart) < tolerance, apart
+    held = sum(found["bytes"] for found in each)
+    assert held == expected["bytes"] * axes["replicate"]  # no rank holds more than its part

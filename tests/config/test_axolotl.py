@@ -248,6 +248,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"datasets": [{**CHAT, "shards": 4}]}, "datasets.0.shards", "read whole"),
     ({"sequence_len": [4]}, "sequence_len", "one word or number"),
     ({"datasets": [{**CHAT, "train_on_eos": "last"}]}, "datasets.0.train_on_eos", "write turn"),
+    ({"datasets": [{**CHAT, "path": "hub/id", "data_files": "a.json"}]}, "datasets.0.data_files",
+     "of the hub"),
     ({"datasets": [{"path": "x", "type": "alpaca_chat.load_qa"}]}, "datasets.0.type", "use alpaca"),
     ({"datasets": [{"path": "x", "type": "alpaca", "split": "train[:9]"}]}, "datasets.0.split",
      "a slice"),

@@ -65,12 +65,17 @@ def test_comments_commas_and_numbers(tmp_path: Path) -> None:
     }
 
 
+def test_the_case_of_keys_does_not_matter(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"ZeRO_optimization": {"Stage": 3}}')
+    assert read_deepspeed(str(path)) == {"zero_optimization": {"stage": 3}}
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('{"ZeRO_optimization": {"stage": 3}}', "`ZeRO_optimization`.*`zero_optimization`"),
+        ('{"zero_optimization": {}, "ZeRO_optimization": {}}', "zero_optimization` is given twice"),
         ('{"zero_optimization": {"overlap_com": true}}', "overlap_com`.*`overlap_comm`"),
-        ('{"zero_optimization": {"Stage": 3}}', "optimization.Stage`.*`stage`"),
         ('{"qwertz": 1}', "`qwertz` is not a key.*known: train_batch_size"),
         ('{"zero_optimization": {"offload_optimizer": {"device": "disk"}}}', "none, cpu, nvme"),
         ('{"zero_optimization": {"sub_group_size": 1.5}}', "a whole number, not 1.5"),

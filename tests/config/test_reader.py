@@ -71,7 +71,7 @@ def test_every_default_is_written_out_and_read_back(tmp_path: Path) -> None:
         (GOOD.replace("3e-4", '"3e-4"'), "/config.yaml:11: optimizer.learning_rate"),
         (GOOD.replace("3e-4", "-1"), "should be greater than 0"),
         (GOOD.replace("1e2", "yes"), '/config.yaml:9: train.steps = "yes": should be a valid int'),
-        (GOOD + "adapter: {r: 8}\n", "section `adapter` has no keys in this version"),
+        (GOOD + "serve: {r: 8}\n", "section `serve` has no keys in this version"),
         (GOOD.replace("1e2", "1\n  epochs: 2"), "exactly one of `steps`, `tokens`, `epochs`"),
         (GOOD.replace("preset: tiny", "preset: tiny\n  pretrained: x"), "/config.yaml:1: model: "),
         (GOOD + "schedule: {warmup: 3x}\n", 'should be a percentage such as "3%"'),
@@ -82,7 +82,7 @@ def test_every_default_is_written_out_and_read_back(tmp_path: Path) -> None:
         ("", "model: missing"),
         (
             GOOD.replace("type: text", "type: texts"),
-            "data.sources.0: unknown type; known: gutenberg",
+            "data.sources.0: unknown type; known: alpaca, chat, completion, gutenberg",
         ),
         (GOOD.replace("- type: text", "- kind: text"), "needs a `type`"),
     ],

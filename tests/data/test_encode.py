@@ -9,7 +9,7 @@ import pytest
 from chats import TALK, encode, section, targets, tokenizer, written
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from rostra.config.schema import TokenizerTable
@@ -168,6 +168,17 @@ def test_pieces_that_begin_with_a_space(tmp_path: Path) -> None:
     assert found.tokens.tolist() == [0, *whole, 1]
     pairs = zip(made.convert_ids_to_tokens(found.tokens), found.weights, strict=True)
     assert "".join(token for token, weight in pairs if weight) == "▁say▁so</s>"
+
+
+def test_offsets_are_those_of_all_characters() -> None:
+    """GPT-2's post-processor gives spaces none, so that it would have another's weight."""
+    backend = Tokenizer.from_str(tokenizer().backend_tokenizer.to_str())
+    backend.post_processor = processors.ByteLevel(trim_offsets=True)
+    made = PreTrainedTokenizerFast(tokenizer_object=backend)
+    encoder = ExampleEncoder(made, section({"type": "completion", "path": "x"}), FAIL)
+    text = Text((Segment("a", None), Segment("  ", 1.0), Segment("b", None)), bounded=False)
+    (found,) = encoder.encode([Example("id", "where", text)])
+    assert targets(found) == "  "
 
 
 def test_tokens_are_checked() -> None:

@@ -175,7 +175,8 @@ def test_what_cannot_be_trained_on_is_refused_and_leaves_nothing(
 
 
 def test_samples_are_as_the_config_asks(alpaca: dict[str, Any], section: Section) -> None:
-    prepared = prepare(section(alpaca), None, quiet)
+    padded = {"vocabulary": 320, "special": {"pad_token": "<pad>"}}
+    prepared = prepare(section(alpaca, tokenizer=padded), None, quiet)
     heard: list[str] = []
 
     def samples(**keys: Any) -> Packed:
@@ -195,9 +196,8 @@ def test_samples_are_as_the_config_asks(alpaca: dict[str, Any], section: Section
     assert Loader(grouped, 4).steps(2) == math.ceil(2 * every / 4)
     assert samples(sequence_length=longest - 1).tokens < packed.tokens
     assert "data.long_examples" in heard[0]
-    end = prepared.tokenizer.eos_token_id
     last = packed.batch(np.arange(len(packed))[-1:])
-    assert int(last.input_ids[0, -1]) == end  # the padding, where there is no pad token
+    assert int(last.input_ids[0, -1]) == prepared.tokenizer.pad_token_id > 0
     with pytest.raises(
         RequestError, match=r"no example has a target .* data\.sequence_length \(4\)"
     ):

@@ -296,9 +296,9 @@ def fill(model: nn.Module, reference: nn.Module) -> None:
         buffer.copy_(buffers[name])
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_sharded_over_tensor_ranks(ranks: Ranks, family: str) -> None:
-    ranks.run(4, sharded_equals_one_process, family)
+def test_sharded_over_tensor_ranks(ranks: Ranks) -> None:
+    """Other families: see `test_layouts.py`."""
+    ranks.run(4, sharded_equals_one_process, "gemma3_text")
 
 
 def compiled_equals_one_process() -> None:
@@ -316,42 +316,41 @@ def test_compiled_layers(ranks: Ranks) -> None:
     ranks.run(2, compiled_equals_one_process)
 
 
-def collectives(layers: int, backward: bool) -> dict[str, int]:
+# Calls forward and backward: of a layer, in the backward pass also sums of the gradients of two
+# norms and of two biases of rows; outside of them, the embedding's sum, and two of the loss for
+# each of three chunks with targets.
+PER_LAYER = (
+    {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 2, "all_reduce": 0, "allreduce": 0},
+    {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 2, "all_reduce": 4},
+)
+OUTSIDE = (
+    {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 0, "all_reduce": 1, "allreduce": 6},
+    {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 1, "all_reduce": 1},
+)
+
+
+def collectives(layers: int) -> list[dict[str, int]]:
+    """Number of calls by kind: forward, backward."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tensor",))
     model = make_model("llama", num_hidden_layers=layers, vocab_size=76)
     split_tensors(model, mesh)
     batch = next(make_batch().micro_batches(SAMPLES))
     with CommDebugMode() as forward:
         loss, _ = sum_loss(model, batch)
-    with CommDebugMode() as rest:
+    with CommDebugMode() as backward:
         loss.backward()
-    counts = (rest if backward else forward).get_comm_counts()
-    return {str(kind).rpartition(".")[2].rstrip("_"): n for kind, n in counts.items() if n}
+    return [
+        {str(kind).rpartition(".")[2].rstrip("_"): n for kind, n in counts.items() if n}
+        for counts in (forward.get_comm_counts(), backward.get_comm_counts())
+    ]
 
 
-@pytest.mark.parametrize("backward", [False, True])
-def test_collectives_are_what_theory_says(ranks: Ranks, backward: bool) -> None:
-    two, three = (ranks.run(2, collectives, layers, backward)[0] for layers in (2, 3))
-    layer = {kind: three[kind] - two[kind] for kind in two}
-    outside = {kind: two[kind] - 2 * layer[kind] for kind in two}
-    if backward:
-        # per layer, also sums of the gradients of two norms and of two biases of rows
-        assert layer == {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 2, "all_reduce": 4}
-        assert outside == {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 1, "all_reduce": 1}
-    else:
-        assert layer == {
-            "all_gather_into_tensor": 2,
-            "reduce_scatter_tensor": 2,
-            "all_reduce": 0,
-            "allreduce": 0,
-        }
-        # the embedding's sum, and two of the loss for each of three chunks with targets
-        assert outside == {
-            "all_gather_into_tensor": 1,
-            "reduce_scatter_tensor": 0,
-            "all_reduce": 1,
-            "allreduce": 6,
-        }
+def test_collectives_are_what_theory_says(ranks: Ranks) -> None:
+    two, three = (ranks.run(2, collectives, layers)[0] for layers in (2, 3))
+    for backward, (one, other) in enumerate(zip(two, three, strict=True)):
+        layer = {kind: other[kind] - one[kind] for kind in one}
+        outside = {kind: one[kind] - 2 * layer[kind] for kind in one}
+        assert (layer, outside) == (PER_LAYER[backward], OUTSIDE[backward])
 
 
 def test_refused_with_what_works() -> None:

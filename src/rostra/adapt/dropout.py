@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from rostra.adapt.keyed import Inputs, Keys, Part, counted
+from rostra.adapt.keyed import Inputs, Keys, Part
 from rostra.batch import Batch
 from rostra.models import decoder_layers
 
@@ -37,16 +37,15 @@ class KeyedDropout(nn.Module):
         super().__init__()
         self.p = p
         digest = hashlib.sha256(name.encode()).digest()
-        self.salt = int.from_bytes(digest[:8], "big", signed=True)  # of this module
+        self.salt = int.from_bytes(digest[:4], "big", signed=True)  # of this module
         self.keys: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.keys is None:
             return functional.dropout(x, self.p, self.training)
         rows = self.keys.reshape(x.shape[:-1])
-        features = torch.arange(x.shape[-1], device=x.device)
-        columns = counted(torch.full_like(features, self.salt), features)
-        mixed = _mixed(rows[..., None].int() ^ columns.int())
+        features = torch.arange(x.shape[-1], dtype=torch.int32, device=x.device)
+        mixed = _mixed(rows[..., None].int() ^ _mixed(features ^ self.salt))
         kept = (mixed & 0x7FFFFFFF) >= int(self.p * 2**31)
         return torch.where(kept, x, 0) / (1 - self.p)
 
@@ -81,6 +80,7 @@ def key_dropout(model: PreTrainedModel, keys: Keys, inputs: Inputs, part: Part) 
     if not layers:
         return inputs
     for layer in layers:
+        layer.register_forward_pre_hook(_note_keys, with_kwargs=True)
         layer.forward = MethodType(_with_keys, layer)
 
     def prepared(batch: Batch) -> tuple[dict[str, Any], Any]:
@@ -94,8 +94,16 @@ def _dropouts(layer: nn.Module) -> list[KeyedDropout]:
     return [module for module in layer.modules() if isinstance(module, KeyedDropout)]
 
 
-def _with_keys(layer: nn.Module, *args: Any, dropout_keys: Tensor, **kwargs: Any) -> Any:
-    """The forward of a layer, with the keys of its micro batch in its dropouts."""
+def _note_keys(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """The keys of a micro batch to the dropouts of a layer."""
     for dropout in _dropouts(layer):
-        dropout.keys = dropout_keys
+        dropout.keys = kwargs[KEYS]
+
+
+def _with_keys(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a layer; when it is computed again, with the keys of that time. Compiled
+    code saves them with what else it needs, and cannot set attributes there."""
+    if not torch.compiler.is_compiling():
+        _note_keys(layer, args, kwargs)
+    del kwargs[KEYS]
     return type(layer).forward(layer, *args, **kwargs)

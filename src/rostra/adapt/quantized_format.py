@@ -28,6 +28,7 @@ Rows = Callable[[int, int], Tensor]  # rows start to stop of a matrix
 
 BLOCK, GROUP, CODES = 64, 256, 256  # numbers a scale, scales a scale of scales, its codes
 _CHUNK = 1 << 22  # numbers that are quantised at once
+_SLICE = 1 << 20  # and dequantised, of int8
 _FLOAT, _BITS = torch.float32, torch.int32
 
 
@@ -124,8 +125,7 @@ def dequantize(kind: str, stored: Sequence[Tensor], dtype: torch.dtype) -> Tenso
 
     packed, scales, *double = stored
     if kind == "int8":
-        out = torch.empty(packed.shape, dtype=dtype, device=packed.device)
-        return torch.mul(packed, scales.view(_FLOAT)[:, None], out=out)
+        return _of_rows(packed, scales.view(_FLOAT), dtype)
     operations = torch.ops.bitsandbytes
     if double:
         nested, code = (bits.view(_FLOAT) for bits in double)
@@ -136,6 +136,16 @@ def dequantize(kind: str, stored: Sequence[Tensor], dtype: torch.dtype) -> Tenso
     shape = (packed.shape[0], 2 * packed.shape[1])
     matrix: Tensor = operations.dequantize_4bit(packed, scales, BLOCK, kind, shape, dtype)
     return matrix
+
+
+def _of_rows(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Some rows at a time: the CPU makes the product in float32 first."""
+    out = torch.empty(packed.shape, dtype=dtype, device=packed.device)
+    step = max(1, _SLICE // packed.shape[1])
+    for start in range(0, len(packed), step):
+        rows = slice(start, start + step)
+        torch.mul(packed[rows], scales[rows, None], out=out[rows])
+    return out
 
 
 def in_order(form: Format, stored: Mapping[str, Tensor]) -> list[Tensor]:

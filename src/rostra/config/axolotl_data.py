@@ -17,23 +17,21 @@ def datasets(part: Part, key: str, value: Any) -> None:
         if not isinstance(entry, dict):
             part.refuse(key, "should be a list of tables, each with `path` and `type`")
             continue
-        for values in _files(part, f"{key}.{index}", entry):
+        for values in _files(entry):
             inner = Part(part.into, values, (*part.key, key, index), f"data.sources.{count}")
             source(inner, whole=key == "pretraining_dataset")
             count += 1
 
 
-def _files(part: Part, key: str, entry: dict[str, Any]) -> list[dict[str, Any]]:
-    """The entry once for each of its `data_files`, with that as its path."""
+def _files(entry: dict[str, Any]) -> list[dict[str, Any]]:
+    """The entry once for each of its `data_files`, with that as its path, where it is a file."""
     files = entry.get("data_files")
     if not files:
         return [dict(entry)]
     path = str(entry.get("path", ""))
     names = files if isinstance(files, list) else [files]
     if path not in (*FORMATS, "text", "") and not Path(path).is_dir():
-        part.refuse(f"{key}.data_files", f"files of the dataset {path}: download them, and name a "
-                    "file or folder in `path`")  # fmt: skip
-        return [dict(entry)]
+        return [dict(entry)]  # of a dataset of the hub: refused with the key
     folder = path if Path(path).is_dir() else ""
     own = {"ds_type": path} if path in (*FORMATS, "text") else {}
     return [{**own, **entry, "path": str(Path(folder, str(name)))} for name in names]

@@ -73,8 +73,12 @@ def format_of(part: Part, key: str, value: Any) -> None:
         part.refuse(key, f"no files of {value!r} here; known: {', '.join(FORMATS)}")
 
 
-def column(part: Part, key: str, value: Any) -> None:
-    part.set(key, "field", value)
+def files_of(part: Part, key: str, value: Any) -> None:
+    names = {str(name) for name in (value if isinstance(value, list) else [value])}
+    if any(str(part.values.get("path")).endswith(name) for name in names):
+        part.merge(key, "goes into path")
+    else:
+        part.refuse(key, "files of a dataset of the hub: download them, and name one in `path`")
 
 
 def split_of(part: Part, key: str, value: Any) -> None:
@@ -212,12 +216,12 @@ _CHAT: dict[str, Rule] = {
 DATASET_RULES: dict[str, Rule] = {
     "type": type_of,
     "path": path_of,
-    "data_files": lambda part, key, value: part.merge(key, "goes into path"),
+    "data_files": files_of,
     "ds_type": format_of,
     "split": split_of,
     "name": named("subset"),
     **{key: _only("chat", rule) for key, rule in _CHAT.items()},
-    **dict.fromkeys(("field", "text_column"), _only("completion", column)),
+    **dict.fromkeys(("field", "text_column"), _only("completion", named("field"))),
     **every(
         (("records are prepared in a stream", "preprocess_shards"),),
         Needless,

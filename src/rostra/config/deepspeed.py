@@ -71,9 +71,13 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _checked(values: Any, keys: dict[str, Any], path: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f"{path or 'the file'} must be a block {{...}}, not {values!r}")
-    found = {}
-    for key, value in values.items():
+    found: dict[str, Any] = {}
+    names = {known.lower(): known for known in keys}
+    for written, value in values.items():
+        key = names.get(written.lower(), written)  # guides write ZeRO_optimization
         full = f"{path}.{key}" if path else key
+        if key in found:
+            raise ValueError(f"`{full}` is given twice")
         if full in REFUSED:
             raise ValueError(f"`{full}` is not taken: {REFUSED[full]}")
         if key not in keys:

@@ -211,13 +211,6 @@ RULES: tuple[Rule, ...] = (
         "weights of a few bits cannot be trained; set adapter: lora, or quantization: none",
     ),
     Rule(
-        "quantised bases have no float8 products",
-        ("quantization", "compute"),
-        lambda x: x.quantization != "none" and x.compute == "fp8",
-        "a quantised weight is multiplied in 16 bits; set precision.compute: bf16, or "
-        "quantization: none",
-    ),
-    Rule(
         "adapters beside whole matrices",
         ("adapter", "tensor"),
         lambda x: x.adapter != "none" and x.tensor > 1,

@@ -19,6 +19,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "activation_checkpointing": ("full", "none"),
     "compute": ("bf16", "fp32"),
     "reduction": ("fp32",),
+    "adapter": ("lora",),
+    "quantization": ("none",),
     "optimizer_states": ("int8", "fp32"),
     "optimizer_in_backward": (False,),
     "compile": (False,),
