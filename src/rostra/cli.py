@@ -173,7 +173,8 @@ def merge(
         found = merge_folders(base, adapters, output, _say)
     else:
         raise RequestError("merge: --base is for a merge without a run, --dequantize for a run's")
-    _answer(found, as_json, lambda: _table(found))
+    shown = {k: f"{v:.3g}" if isinstance(v, float) else v for k, v in found.items()}
+    _answer(found, as_json, lambda: _table(shown))
 
 
 @app.command()

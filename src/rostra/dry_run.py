@@ -23,6 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig, PreTrainedModel
 
+from rostra.adapt import add_adapter
+from rostra.adapt.quantized import quantize_model
 from rostra.batch import Batch
 from rostra.build import build_engine
 from rostra.config import Config
@@ -79,6 +81,8 @@ def dry_run(config: Config, layout: Layout, shape: PretrainedConfig, rank: int =
     with _fake_group(rank, layout.world_size):
         fake, watch = FakeTensorMode(allow_non_fake_inputs=True), _Watch()
         model = model_on_meta(shape)
+        quantize_model(model, config.quantization)
+        add_adapter(model, config.adapter)
         weights, memory = _Unwritten(model), _traced(fake, watch)
         engine = build_engine(config, layout, model, CPU, 1, Events(), weights, memory)
         assert isinstance(engine, TorchEngine)

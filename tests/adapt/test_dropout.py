@@ -78,4 +78,5 @@ def test_micro_batches_and_checkpointing_change_nothing() -> None:
 def undropped() -> Tensor:
     model, prepared = model_of()
     arguments, own = prepared(batch(TOKENS))
+    torch.testing.assert_close(model.eval()(TOKENS).logits, model(**arguments).logits)
     return cross_entropy_sum(model.eval()(**arguments).logits, own.labels).detach()

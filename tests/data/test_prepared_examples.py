@@ -126,7 +126,7 @@ def test_the_key_is_of_what_decides_tokens_and_weights(
     assert len({first, *others}) == 6
     monkeypatch.setattr(sys.modules["rostra.data.prepare"], "_write", pytest.fail)
     assert key(sequence_length=16, packing="none", group_by_length=True) == first
-    assert key(long_examples="split", isolate_documents=False) == first
+    assert key(long_examples="split") == first
 
 
 def test_the_tokenizer_knows_training_examples_only(tmp_path: Path, section: Section) -> None:

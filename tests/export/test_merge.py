@@ -88,6 +88,7 @@ def made(tokenizer: Path, tmp_path: Path) -> Callable[..., Made]:
 
 def save_adapter(model: Any, config: Any, folder: Path, noise: float = 0.2) -> None:
     generator = torch.Generator().manual_seed(len(folder.name))
+    torch.manual_seed(0)  # for peft's own values
     adapted = get_peft_model(model, config)
     with torch.no_grad():
         for parameter in adapted.parameters():

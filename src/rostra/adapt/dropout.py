@@ -97,7 +97,7 @@ def _dropouts(layer: nn.Module) -> list[KeyedDropout]:
 def _note_keys(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """The keys of a micro batch to the dropouts of a layer."""
     for dropout in _dropouts(layer):
-        dropout.keys = kwargs[KEYS]
+        dropout.keys = kwargs.get(KEYS)
 
 
 def _with_keys(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -105,5 +105,5 @@ def _with_keys(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     code saves them with what else it needs, and cannot set attributes there."""
     if not torch.compiler.is_compiling():
         _note_keys(layer, args, kwargs)
-    del kwargs[KEYS]
+    kwargs.pop(KEYS, None)  # a model that only generates is called without
     return type(layer).forward(layer, *args, **kwargs)

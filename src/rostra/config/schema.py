@@ -145,6 +145,11 @@ class DataSection(Section):
             raise ValueError("examples do not run on; set `packing: best_fit` or `none`")
         if self.packing in ("best_fit", "none") and not self.examples:
             raise ValueError(f"`packing: {self.packing}` is for examples; documents run on")
+        if self.packed == "best_fit" and not self.isolate_documents:
+            raise ValueError(
+                "`packing: best_fit` keeps examples apart; leave `isolate_documents` true, or set "
+                "`packing: none`"
+            )
         if self.group_by_length and self.packed != "none":
             raise ValueError("`group_by_length` is for examples with `packing: none`")
         return self

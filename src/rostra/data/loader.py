@@ -136,6 +136,11 @@ class Loader:
         index = self.samples.order(epoch)(number)
         return Position(epoch, number, index, self.samples.document_ids(index))
 
+    @property
+    def sample_tokens(self) -> float:
+        """Tokens of a sample, on average; padding is none."""
+        return self.samples.tokens / max(1, len(self.samples))
+
     def steps(self, epochs: float) -> int:
         """Optimizer steps that cover so many epochs, the last one perhaps going beyond."""
         return max(1, math.ceil(epochs * len(self.samples) / self.global_batch_size))

@@ -287,7 +287,7 @@ class _Training:
             elif event.kind == "memory":
                 memory = event["bytes"]
         seconds = [event["seconds"] for event in steps.values()]
-        size = self.config.train.global_batch_size * self.config.data.sequence_length
+        size = self.config.train.global_batch_size * self.loader.sample_tokens
         return {
             "steps": self.steps,
             "tokens": self.loop.position.tokens,
@@ -305,7 +305,7 @@ def total_steps(config: Config, loader: Loader) -> int:
     if train.steps is not None:
         return train.steps
     if train.tokens is not None:
-        return max(1, -(-train.tokens // (size * config.data.sequence_length)))
+        return max(1, math.ceil(train.tokens / (size * loader.sample_tokens)))
     assert train.epochs is not None
     return loader.steps(train.epochs)
 
