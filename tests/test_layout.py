@@ -103,10 +103,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"adapter": "lora", "compute": "bf16_pure"},
         "precision.compute: bf16",
     ),
-    "prefixes on one rank's positions": (
-        {"adapter": "prefix", "context": 2},
-        "adapter.kind: lora",
-    ),
     "low-bit states are whole or sharded by row": (
         {"sharding": "zero1", "shard": 2, "optimizer_states": "int4"},
         "memory.optimizer_states: fp32",

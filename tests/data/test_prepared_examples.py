@@ -180,7 +180,7 @@ def test_samples_are_as_the_config_asks(alpaca: dict[str, Any], section: Section
     heard: list[str] = []
 
     def samples(**keys: Any) -> Packed:
-        found = training_samples(prepared, section(alpaca, **keys), 1, 4, False, heard.append)
+        found = training_samples(prepared, section(alpaca, **keys), 1, 4, False, 0, heard.append)
         assert isinstance(found, Packed)
         return found
 
@@ -259,7 +259,7 @@ def test_best_fit_leaves_hardly_any_padding(
     source = {"type": "alpaca", "path": str(shared_data / "sft" / "alpaca_en_demo.json")}
     cache = tmp_path_factory.getbasetemp() / "alpaca"  # prepared once
     data = section(source, sequence_length=length, tokenizer={"vocabulary": 1000}, cache=str(cache))
-    samples = training_samples(prepare(data, None, quiet), data, 0, 8, True, quiet)
+    samples = training_samples(prepare(data, None, quiet), data, 0, 8, True, 0, quiet)
     assert isinstance(samples, Packed)
     assert samples.padding(8) < 0.02
     batch = Loader(samples, 8).batch(0, 8)

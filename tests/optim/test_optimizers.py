@@ -87,14 +87,15 @@ def test_muon_takes_the_hidden_matrices_and_adamw_the_rest() -> None:
 
 
 def test_lion_follows_the_papers_rule() -> None:
-    parameter = nn.Parameter(torch.tensor([[1.0, -2.0]]))
+    parameter = nn.Parameter(torch.tensor([[1.0, -2.0], [0.5, 3.0]]))
     optimizers = make_optimizers(
         OptimizerSection(name="lion", learning_rate=0.1, weight_decay=0.5, beta1=0.9, beta2=0.99),
         [("w", parameter)],
         set(),
     )
-    expected, momentum = parameter.detach().clone(), torch.zeros(1, 2)
-    for gradient in (torch.tensor([[0.3, -0.1]]), torch.tensor([[-1.0, 0.0]])):
+    expected, momentum = parameter.detach().clone(), torch.zeros(2, 2)
+    for rows in ([[0.3, -0.1], [2.0, 0.1]], [[-1.0, 0.0], [0.0, -0.2]]):
+        gradient = torch.tensor(rows)
         update = torch.sign(0.9 * momentum + 0.1 * gradient)
         expected -= 0.1 * (update + 0.5 * expected)
         momentum = 0.99 * momentum + 0.01 * gradient

@@ -4,7 +4,13 @@ that model lies."""
 from rostra.adapt.apply import add_adapter
 from rostra.adapt.dropout import key_dropout
 from rostra.adapt.embeddings import Grown, GrownWeights, grow_embeddings
-from rostra.adapt.files import Adapter, SavedAdapter, read_adapter, save_adapter
+from rostra.adapt.files import (
+    Adapter,
+    SavedAdapter,
+    read_adapter,
+    save_adapter,
+    virtual_tokens,
+)
 from rostra.adapt.keyed import Keys
 from rostra.adapt.neftune import Neftune
 from rostra.adapt.prefix import attend_to_prefix
@@ -28,4 +34,5 @@ __all__ = [
     "read_adapter",
     "save_adapter",
     "virtual_ids",
+    "virtual_tokens",
 ]

@@ -16,6 +16,7 @@ from torch import Tensor
 from rostra.adapt.lora import TRAINED, check_saved, frozen_name, peft
 from rostra.adapt.prefix import PREFIX, pack_prefix, unpack_prefix
 from rostra.adapt.prompt import PROMPT
+from rostra.config.tuning import AdapterTable
 from rostra.errors import RequestError
 from rostra.pieces import PieceReader, index_file
 
@@ -76,6 +77,16 @@ class Adapter:
     def virtual_tokens(self) -> int:
         """Placeholders that stand before each example of a sample: see `prompt.py`."""
         return self.config.num_virtual_tokens if self.kind in ("prompt", "prefix") else 0
+
+
+def virtual_tokens(section: AdapterTable) -> int:
+    """Placeholders that stand before each example, under the section's adapter."""
+    if section.kind not in ("prompt", "prefix"):
+        return 0
+    if section.pretrained is None:
+        return section.virtual_tokens
+    saved = read_adapter(section.pretrained, "adapter.pretrained")
+    return int(saved.config.num_virtual_tokens)
 
 
 def read_adapter(path: str, key: str) -> SavedAdapter:

@@ -162,7 +162,6 @@ def check_saved(config: Any, path: str) -> None:
 _UNKNOWN = (
     "alora_invocation_tokens",
     "arrow_config",
-    "encoder_hidden_size",
     "kasa_config",
     "layer_replication",
     "monteclora_config",

@@ -81,7 +81,7 @@ def _multiply(x: Tensor, kind: str, stored: tuple[Tensor, ...], transposed: bool
     if torch.compiler.is_compiling():
         # One operation: the compiler would see that both passes dequantise the same, and keep
         # the float weight from one to the other.
-        return torch.ops.rostra.multiply_dequantized(x, list(stored), kind, transposed)  # type: ignore[no-any-return]
+        return torch.ops.rostra.multiply_dequantized(x, list(stored), kind, transposed)
     return _eagerly(x, list(stored), kind, transposed)
 
 

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from rostra.adapt import attend_to_prefix
 from rostra.adapt.quantized import freeze_base
 from rostra.build.check import check_layout
-from rostra.build.stages import cut_stages, place_stage
+from rostra.build.stages import cut_stages, drops_by_key, place_stage
 from rostra.config import Config
 from rostra.config.deepspeed import deepspeed_config, read_deepspeed
 from rostra.events import Events
@@ -67,8 +66,11 @@ def build_engine(
     packed = config.data.isolate_documents and layout.micro_batch > 1
     splits = head_splits(model)  # on the CPU still: before a kernel that only CUDA has is chosen
     model.set_attn_implementation(choose(asked, device, length, layout.compile, packed))
-    if layout.adapter == "prefix":
-        attend_to_prefix(model)
+    if config.adapter.dropout and layout.world_size > 1 and not drops_by_key(layout):
+        events.notice(
+            "adapter.dropout: in a pipeline that computes parts of layers again, ranks draw each "
+            "for themselves: the loss is one process's in distribution, not number by number"
+        )
     if layout.adapter != "none":
         freeze_base(model, AUTOCAST.get(layout.compute, torch.float32))
     if not splits:
@@ -152,7 +154,8 @@ def _deepspeed_engine(order: _Order) -> DeepSpeedEngine:
     else:
         materialize(stage, mesh.device, order.weights)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    optimizers = make_deepspeed_optimizers(config.optimizer, named, embeddings, layout)
+    ratio = config.adapter.lora_plus_ratio
+    optimizers = make_deepspeed_optimizers(config.optimizer, named, embeddings, layout, ratio)
     return DeepSpeedEngine(stages=[stage], optimizers=optimizers, config=made, **fields)
 
 
@@ -203,10 +206,11 @@ def hold_optimizers(
     """The optimizer of the config over what this rank holds."""
     named = [(held.name, held.value) for held in gradients.held]
     states, compiled = layout.optimizer_states, layout.compile
+    ratio = config.adapter.lora_plus_ratio
     if layout.optimizer_in_backward:
-        return optimizers_by_parameter(config.optimizer, named, embeddings, states, compiled)
+        return optimizers_by_parameter(config.optimizer, named, embeddings, states, compiled, ratio)
     parts = {held.name: held.part for held in gradients.held}
-    return make_optimizers(config.optimizer, named, embeddings, states, compiled, parts)
+    return make_optimizers(config.optimizer, named, embeddings, states, compiled, parts, ratio)
 
 
 def _embeddings(model: PreTrainedModel) -> set[str]:

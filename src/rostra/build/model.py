@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedModel
 
+from rostra.adapt import GrownWeights, grow_embeddings
 from rostra.adapt.quantized_weights import folder_identity
 from rostra.build.tuned import Built, tune
 from rostra.config import Config
@@ -41,12 +42,8 @@ def build_model(
     section, length = config.model, config.data.sequence_length
     if config.adapter.kind != "none":
         built = _tuned(config, tokenizer, vocabulary, events)
-    elif section.pretrained is not None and in_parts:
-        model = pretrained_on_meta(section.pretrained)
-        weights = pretrained_reader(section.pretrained, model.config, events.notice)
-        built = Built(model, weights)
     elif section.pretrained is not None:
-        built = Built(load_model(section.pretrained))
+        built = _pretrained(section.pretrained, vocabulary, config, events, in_parts)
     else:
         shape = scratch_config(section, vocabulary, length, special_tokens(tokenizer))
         seed = config.run.seed
@@ -59,15 +56,37 @@ def build_model(
     return built
 
 
+def _pretrained(
+    path: str, vocabulary: int, config: Config, events: Events, in_parts: bool
+) -> Built:
+    table = config.data.tokenizer
+    added = bool(table.added or table.special)
+    if not in_parts and not added:
+        return Built(load_model(path))
+    model = pretrained_on_meta(path)
+    weights = pretrained_reader(path, model.config, events.notice)
+    grown = grow_embeddings(model, vocabulary) if added else None
+    if grown is not None:
+        events.notice(grown.notice)
+        weights = GrownWeights(weights, grown)
+    return Built(model, weights)
+
+
 def _tuned(config: Config, tokenizer: Any, vocabulary: int, events: Events) -> Built:
     path = config.model.pretrained
     assert path is not None, "the config refuses adapters without"
     model = pretrained_on_meta(path)
     base = pretrained_reader(path, model.config, events.notice)
+    grown = grow_embeddings(model, vocabulary)
+    if grown is not None:
+        events.notice(grown.notice)
+        base = GrownWeights(base, grown)
     text = config.adapter.prompt
     prompt = tokenizer(text, add_special_tokens=False).input_ids if text else ()
     folder = local_folder(path)
-    return tune(model, base, config, identity=folder_identity(folder), prompt=prompt)
+    modules = () if grown is None else grown.modules
+    identity = folder_identity(folder)
+    return tune(model, base, config, identity=identity, prompt=prompt, grown=modules)
 
 
 def _check_fit(model: PreTrainedModel, vocabulary: int, config: Config) -> None:

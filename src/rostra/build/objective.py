@@ -25,10 +25,15 @@ def whole_inputs(batch: Batch, isolate: bool, prefix: bool) -> tuple[dict[str, A
     return inputs, batch
 
 
-def context_inputs(context: Context, isolate: bool, batch: Batch) -> tuple[dict[str, Any], Batch]:
+def context_inputs(
+    context: Context, isolate: bool, prefix: bool, batch: Batch
+) -> tuple[dict[str, Any], Batch]:
     """What the model is called with for this rank's positions, and these of the batch."""
-    own = {name: context.part(tensor) for name, tensor in batch.tensors().items()}
-    return context.inputs(batch, isolate), Batch(**own)
+    own = Batch(**{name: context.part(tensor) for name, tensor in batch.tensors().items()})
+    inputs = context.inputs(batch, isolate)
+    if prefix:
+        inputs["virtual_ids"] = own.input_ids
+    return inputs, own
 
 
 def make_loss(head: Head | None, chunk: int, compiled: bool) -> Loss:

@@ -1,18 +1,21 @@
 """The stages of a rank: the transforms of a layout on an unchanged model, in their order.
 
-cut into pipeline stages → fp8 → tensor → context → activation checkpointing → compile → shard.
+cut into pipeline stages → fp8 → tensor → context → noise and dropout by key → activation
+checkpointing → compile → shard.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from rostra.adapt import Keys, Neftune, attend_to_prefix, key_dropout
 from rostra.build.objective import context_inputs, make_loss, whole_inputs
 from rostra.config import Config
 from rostra.layout import SHARDED, Layout
@@ -61,25 +64,46 @@ def place_stage(
 ) -> Stage:
     """The transforms of one stage, in their order, on a model that is cut already."""
     isolate, chunk = config.data.isolate_documents, config.train.loss_chunk
-    inputs: Inputs = partial(whole_inputs, isolate=isolate, prefix=layout.adapter == "prefix")
+    prefix = layout.adapter == "prefix"
+    inputs: Inputs = partial(whole_inputs, isolate=isolate, prefix=prefix)
     head = output_head(model) if splits and last else None
     aliases = tied_aliases(model) if layout.pipeline > 1 else {}
     if layout.compute == "fp8":
         to_float8(model, layout.tensor)
     if layout.tensor > 1:
         split_tensors(model, mesh.part("tensor"), last=last)
+    part: Callable[[Tensor], Tensor] = _all_positions
     if layout.context > 1:
         split = split_ring if layout.context_method == "ring" else split_context
-        inputs = partial(context_inputs, split(model, mesh.part("context")), isolate)
+        context = split(model, mesh.part("context"))
+        part, inputs = context.part, partial(context_inputs, context, isolate, prefix)
+    if prefix:
+        attend_to_prefix(model)
+    keys = Keys(config.run.seed)
+    if first and config.train.neftune_alpha is not None:
+        inputs = Neftune(config.train.neftune_alpha, keys).attach(model, inputs, part)
+    if drops_by_key(layout):
+        inputs = key_dropout(model, keys, inputs, part)
     checkpoint_activations(model, layout.activation_checkpointing)
     if layout.compile:
         compile_layers(model)
     loss, dtype = make_loss(head, chunk, layout.compile), AUTOCAST.get(layout.compute)
     cast = nullcontext if dtype is None else partial(torch.autocast, mesh.device.type, dtype)
-    stage = Stage(model, loss, inputs, first, last, aliases, cast)
+    stage = Stage(model, loss, inputs, first, last, aliases, cast, keys)
     if layout.engine == "torch" and layout.sharding in SHARDED and mesh.grid is not None:
         shard(stage, own_layers(model), mesh, layout)
     return stage
+
+
+def drops_by_key(layout: Layout) -> bool:
+    """Whether what LoRA drops is the same as in one process. In a pipeline, parts of layers that
+    are computed again find the keys of another micro batch."""
+    apart = layout.activation_checkpointing in ("selective:attention", "selective:mlp")
+    return layout.pipeline == 1 or not apart
+
+
+def _all_positions(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def compile_layers(model: PreTrainedModel) -> None:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from rostra.adapt import AdaptedWeights, Adapter, adapter_weights, add_adapter
 from rostra.adapt.quantized import QuantizedLinear, quantize_model
-from rostra.adapt.quantized_weights import QuantizedWeights, cached_weights
+from rostra.adapt.quantized_weights import DequantizedWeights, QuantizedWeights, cached_weights
 from rostra.config import Config
 from rostra.data.cache import cache_folder
 from rostra.models import parameter_counts
@@ -59,13 +59,14 @@ def tune(
     for the next start when the base has an `identity`. `prompt` are the tokens that a learned
     prompt begins as; `grown` the modules that train whole because tokens were added.
     """
-    stored = base
+    stored = plain = base
     if config.quantization.kind != "none":
         quantize_model(model, config.quantization)
         stored = quantized = QuantizedWeights(base, model)
         if identity is not None and config.quantization.cache:
             stored = cached_weights(quantized, identity, cache_folder(config.data))
+        plain = DequantizedWeights(stored, model)  # what an adapter really begins beside
     adapter = add_adapter(model, config.adapter, grown)
     assert adapter is not None
-    first = adapter_weights(model, adapter, config.run.seed, base, prompt)
+    first = adapter_weights(model, adapter, config.run.seed, plain, prompt)
     return Built(model, AdaptedWeights(model, stored, first), adapter)

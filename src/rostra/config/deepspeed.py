@@ -74,7 +74,7 @@ def _checked(values: Any, keys: dict[str, Any], path: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     names = {known.lower(): known for known in keys}
     for written, value in values.items():
-        key = names.get(written.lower(), written)  # guides write ZeRO_optimization
+        key = names.get(str(written).lower()) or str(written)  # guides write ZeRO_optimization
         full = f"{path}.{key}" if path else key
         if key in found:
             raise ValueError(f"`{full}` is given twice")

@@ -375,6 +375,18 @@ class Config(Section):
                 f"adapter.kind = {self.adapter.kind} trains beside a model that has learned "
                 "already; set model.pretrained, or leave `adapter` out"
             )
+        if self.adapter.lora_plus_ratio is not None and self.optimizer.name == "muon":
+            raise ValueError(
+                "adapter.lora_plus_ratio changes AdamW's rate, and optimizer.name is muon; use "
+                "adamw, or leave lora_plus_ratio out"
+            )
+        virtual = self.adapter.kind in ("prompt", "prefix")
+        if virtual and not self.data.examples:
+            raise ValueError(
+                f"adapter.kind = {self.adapter.kind}: learned positions stand before examples, and "
+                "data.sources has documents that run on; use lora, or a source of examples such "
+                "as `completion`"
+            )
         if self.data.held_out == 0 and self.evaluate.every is not None:
             raise ValueError("evaluate.every needs held-out documents; data.held_out is 0")
         return self

@@ -74,7 +74,7 @@ def inspect_data(
     if any(isinstance(source, PreferenceSource) for source in data.sources):
         return _read_only(data, model_tokenizer, count, notice)
     prepared = prepare(data, model_tokenizer, notice)
-    samples = training_samples(prepared, data, seed, global_batch_size, False, notice)
+    samples = training_samples(prepared, data, seed, global_batch_size, False, 0, notice)
     loader = Loader(samples, global_batch_size)
     packed = samples if isinstance(samples, Packed) else None
     facts = {

@@ -152,9 +152,11 @@ def training_samples(
     seed: int,
     global_batch_size: int,
     full_rows: bool,
+    virtual_tokens: int,
     notice: Callable[[str], None],
 ) -> Samples | Packed:
-    """The samples to train on, as `data` asks for them. See `Packed` for `full_rows`.
+    """The samples to train on, as `data` asks for them. See `Packed` for `full_rows` and
+    `virtual_tokens`.
 
     Raises:
         RequestError: when no example is left, or long ones are to fail.
@@ -162,8 +164,8 @@ def training_samples(
     if not data.examples:
         return Samples(prepared.train, data.sequence_length, seed, data.isolate_documents)
     group = global_batch_size if data.group_by_length else None
-    options = {"seed": seed, "group": group, "full_rows": full_rows, "notice": notice}
-    samples = _packed(prepared, prepared.train, data, **options)
+    rows = {"full_rows": full_rows, "virtual_tokens": virtual_tokens}
+    samples = _packed(prepared, prepared.train, data, seed=seed, group=group, notice=notice, **rows)
     if not len(samples):
         raise RequestError(
             f"no example has a target within data.sequence_length ({data.sequence_length}) "
@@ -172,10 +174,13 @@ def training_samples(
     return samples
 
 
-def held_out_samples(prepared: Prepared, data: DataSection, full_rows: bool) -> Packed:
+def held_out_samples(
+    prepared: Prepared, data: DataSection, full_rows: bool, virtual_tokens: int = 0
+) -> Packed:
     """The held-out examples as samples, cut and packed like those that are trained on; there
     may be none."""
-    return _packed(prepared, prepared.held_out, data, seed=0, full_rows=full_rows)
+    rows = {"full_rows": full_rows, "virtual_tokens": virtual_tokens}
+    return _packed(prepared, prepared.held_out, data, seed=0, **rows)
 
 
 def _packed(prepared: Prepared, shards: Shards, data: DataSection, **options: Any) -> Packed:

@@ -191,6 +191,7 @@ class Packed:
         pad: int = 0,
         group: int | None = None,
         full_rows: bool = True,
+        virtual_tokens: int = 0,
         notice: Callable[[str], None] = lambda _: None,
     ) -> None:
         """
@@ -202,6 +203,8 @@ class Packed:
                 are to be of about one length.
             full_rows: under packing `none`, whether rows have `sequence_length` positions, as a
                 compiled model wants it, or those of the batch's longest, in multiples of 8.
+            virtual_tokens: positions with the ids -1, -2 and so on that stand before each piece,
+                for a learned prompt or prefix.
 
         Raises:
             RequestError: for long examples under the policy `fail`.
@@ -209,12 +212,15 @@ class Packed:
         self.shards, self.sequence_length, self.seed = shards, sequence_length, seed
         self.pad, self.group = pad, group
         self.full_rows = full_rows or packing == "best_fit"
-        self.pieces = pieces = Pieces.of(shards, sequence_length, long_examples)
+        self.virtual_tokens = virtual_tokens
+        longest = max(1, sequence_length - virtual_tokens)
+        self.pieces = pieces = Pieces.of(shards, longest, long_examples)
+        self._sizes = pieces.lengths + virtual_tokens
         for said, count in pieces.changed.items():
             notice(f"{count:,} of {shards.documents:,} examples are {said} (data.long_examples)")
         rows = np.arange(len(pieces.lengths))
         if packing == "best_fit":
-            rows = best_fit(pieces.lengths, sequence_length)
+            rows = best_fit(self._sizes, sequence_length)
         self._order = np.argsort(rows, kind="stable")  # pieces by row
         self._starts = np.searchsorted(rows[self._order], np.arange(rows.max(initial=-1) + 2))
         self._grouped = lru_cache(2)(self._grouped_order)  # a batch may cross epochs
@@ -232,7 +238,7 @@ class Packed:
         """The share of positions that are padding, in batches of `batch_size` samples."""
         widths = np.full(len(self), self.sequence_length)
         if not self.full_rows:
-            lengths = self.pieces.lengths[self.order(0)(np.arange(len(self)))]
+            lengths = self._sizes[self.order(0)(np.arange(len(self)))]
             first = np.arange(0, len(self), batch_size)
             longest = self._width(np.maximum.reduceat(lengths, first))
             widths = np.repeat(longest, np.diff([*first, len(self)]))
@@ -251,21 +257,24 @@ class Packed:
     def batch(self, indices: Ints) -> Batch:
         """The samples at these indices."""
         rows = [self._row(index) for index in indices.tolist()]
-        longest = max(int(self.pieces.lengths[row].sum()) for row in rows)
+        longest = max(int(self._sizes[row].sum()) for row in rows)
         width = self.sequence_length if self.full_rows else int(self._width(np.array(longest)))
         shape = (len(rows), width)
         tokens = np.full(shape, self.pad, dtype=np.int64)
         weights = np.zeros(shape, dtype=np.float32)  # of the tokens as targets
         starts = np.zeros(shape, dtype=np.int64)  # where a piece or the padding begins: its place
+        virtual = -1 - np.arange(self.virtual_tokens)
         for place, row in enumerate(rows):
             at = 0
             for piece in row.tolist():
                 shard, begin, end = self._locate(piece)
-                here = slice(at, at + end - begin)
+                starts[place, at] = at
+                first = at + self.virtual_tokens
+                tokens[place, at:first] = virtual
+                here = slice(first, first + end - begin)
                 tokens[place, here] = shard.tokens[begin:end]
                 weights[place, here] = _weights(shard)[begin:end]
-                weights[place, at] = 0
-                starts[place, at] = at
+                weights[place, first] = 0
                 at = here.stop
             starts[place, at : at + 1] = at
         labels = np.where(weights > 0, tokens, IGNORE)

@@ -225,13 +225,6 @@ RULES: tuple[Rule, ...] = (
         "train in float32; use bf16",
     ),
     Rule(
-        "prefixes on one rank's positions",
-        ("adapter", "context"),
-        lambda x: x.adapter == "prefix" and x.context > 1,
-        "a learned prefix stands at positions that parallel.context would split; set "
-        "parallel.context: 1, or adapter: prompt",
-    ),
-    Rule(
         "low-bit states are whole or sharded by row",
         ("optimizer_states", "tensor", "sharding", "shard", "context"),
         lambda x: (

@@ -38,7 +38,8 @@ WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def model_on_meta(config: PretrainedConfig, attention: str | None = None) -> PreTrainedModel:
-    """A float32 model without data, on the meta device."""
+    """A float32 model without data, on the meta device; `config` stays as it is."""
+    config = copy.deepcopy(config)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(
             config, attn_implementation=attention, dtype=torch.float32

@@ -138,6 +138,7 @@ def make_optimizers(
     states: OptimizerStates = "fp32",
     compiled: bool = False,
     held: Mapping[str, Part] | None = None,
+    ratio: float | None = None,
 ) -> Optimizers:
     """The optimizer of the config over `named`, the parameters that train.
 
@@ -146,14 +147,15 @@ def make_optimizers(
     matrices that map one hidden space to another (Jordan et al., 2024,
     https://kellerjordan.github.io/posts/muon/). `states` of fewer bits are AdamW's, and
     `compiled` says whether torchao compiles its step: see `low_bit_adamw`. `held` has what lies
-    in parts, by name.
+    in parts, by name; `ratio` is that of LoRA+.
     """
     if not named:
         return Optimizers([], {})
     names: dict[Tensor, str] = {p: name for name, p in named}
     parts: dict[Tensor, Part] = {p: (held or {}).get(name) or Part.whole(p) for name, p in named}
     if states != "fp32":
-        return Optimizers([_low_bit(section, named, states, parts, compiled)], names, states, parts)
+        low_bit = _low_bit(section, named, states, parts, compiled, ratio)
+        return Optimizers([low_bit], names, states, parts)
     if section.name == "muon":
         matrices = [p for name, p in named if p.dim() == 2 and name not in embeddings]
         rest = [(name, p) for name, p in named if p.dim() != 2 or name in embeddings]
@@ -163,21 +165,32 @@ def make_optimizers(
             if matrices
             else []
         )
-        others = [_single(section, rest, "adamw", parts)] if rest else []
+        others = [_single(section, rest, "adamw", parts, ratio)] if rest else []
         return Optimizers([*muon, *others], names, held=parts)
-    return Optimizers([_single(section, named, section.name, parts)], names, held=parts)
+    return Optimizers([_single(section, named, section.name, parts, ratio)], names, held=parts)
 
 
 def _groups_of(
-    section: OptimizerSection, named: Named, held: Mapping[Tensor, Part]
+    section: OptimizerSection, named: Named, held: Mapping[Tensor, Part], ratio: float | None
 ) -> list[dict[str, Any]]:
-    """With and without decay; what counts is the whole parameter, also of a flat stretch."""
-    matrices = [p for _, p in named if len(held[p].shape) >= 2]
-    others = [p for _, p in named if len(held[p].shape) < 2]
-    groups: list[dict[str, Any]] = [
-        {"params": matrices, "weight_decay": section.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
+    """With and without decay; what counts is the whole parameter, also of a flat stretch. LoRA's
+    second matrices learn `ratio` times as fast (LoRA+: Hayou et al. 2024, arXiv:2402.12354)."""
+    groups: list[dict[str, Any]] = []
+    for decays in (True, False):
+        for fast in (False, True):
+            chosen = [
+                p
+                for name, p in named
+                if (sum(size > 1 for size in held[p].shape) >= 2) == decays
+                and (ratio is not None and ".lora_B." in name) == fast
+            ]
+            group: dict[str, Any] = {
+                "params": chosen,
+                "weight_decay": section.weight_decay if decays else 0.0,
+            }
+            if ratio is not None and fast:
+                group["lr"] = section.learning_rate * ratio
+            groups.append(group)
     return [group for group in groups if group["params"]]
 
 
@@ -187,6 +200,7 @@ def _low_bit(
     states: OptimizerStates,
     held: Mapping[Tensor, Part],
     compiled: bool,
+    ratio: float | None,
 ) -> Optimizer:
     if section.name != "adamw":
         raise RequestError(
@@ -194,7 +208,7 @@ def _low_bit(
             f"is {section.name}; use fp32, or optimizer.name: adamw"
         )
     return low_bit_adamw(
-        _groups_of(section, named, held),
+        _groups_of(section, named, held, ratio),
         states,
         held,
         compiled,
@@ -205,9 +219,13 @@ def _low_bit(
 
 
 def _single(
-    section: OptimizerSection, named: Named, name: str, held: Mapping[Tensor, Part]
+    section: OptimizerSection,
+    named: Named,
+    name: str,
+    held: Mapping[Tensor, Part],
+    ratio: float | None,
 ) -> Optimizer:
-    groups = _groups_of(section, named, held)
+    groups = _groups_of(section, named, held, ratio)
     rate, betas = section.learning_rate, (section.beta1, section.beta2)
     if name == "adamw":
         return AdamW(groups, lr=rate, betas=betas, eps=section.epsilon, fused=True)

@@ -41,6 +41,7 @@ _KEPT = {
     "aten._grouped_mm",
     "aten._scaled_grouped_mm",
     "transformers.grouped_mm_fallback",
+    "rostra.multiply_dequantized",
     "aten._scaled_dot_product_flash_attention_for_cpu",
     "aten._scaled_dot_product_flash_attention",
     "aten._scaled_dot_product_efficient_attention",

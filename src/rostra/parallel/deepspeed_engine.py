@@ -47,11 +47,6 @@ class DeepSpeedEngine(MeshEngine):
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
         self._named: Named = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
         self._zero_stage: int = self.config["zero_optimization"]["stage"]
-        if self._zero_stage == 3 and len(self._named) < len(list(self.model.parameters())):
-            raise RequestError(
-                "parallel.sharding = full_shard: DeepSpeed's checkpoints here hold what trains, "
-                "and this model has frozen weights; use shard_grad_op, or parallel.engine: torch"
-            )
         parameters = sum(p.numel() for _, p in self._named)
         on_every_rank(lambda: check_nvme(self.config, parameters))
         try:
@@ -131,15 +126,15 @@ class DeepSpeedEngine(MeshEngine):
         return found, {"optimizer": {}, "scale": self.scale.state(), "steps": self.steps}
 
     def _whole(self) -> dict[str, Tensor]:
-        """What every rank holds entirely of the model, by the name it has in a checkpoint."""
-        model = self.model
-        saved = model.state_dict(keep_vars=True)
-        buffers = {f"model/{name}": b for name, b in model.named_buffers() if name in saved}
-        return buffers | {
-            f"model/{name}": p.detach()
-            for name, p in model.named_parameters()
-            if self._zero_stage == 0 or not p.requires_grad
-        }
+        """What every rank holds entirely of what a checkpoint has of the model, by its name
+        there: with ZeRO, buffers alone; and of a frozen base nothing."""
+        found: dict[str, Tensor] = {}
+        if len(self._named) == len(list(self.model.parameters())):
+            saved = self.model.state_dict(keep_vars=True)
+            found = {f"model/{n}": b for n, b in self.model.named_buffers() if n in saved}
+        if self._zero_stage == 0:
+            found |= {f"model/{name}": p.detach() for name, p in self._named}
+        return found
 
     def adopt(self, weights: Reader) -> None:
         """Take the weights of another run, by the names of the parameters."""

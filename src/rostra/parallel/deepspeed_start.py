@@ -51,7 +51,11 @@ def off_standard_output() -> AbstractContextManager[Any]:
 
 
 def make_deepspeed_optimizers(
-    section: OptimizerSection, named: Named, embeddings: set[str], layout: Layout
+    section: OptimizerSection,
+    named: Named,
+    embeddings: set[str],
+    layout: Layout,
+    ratio: float | None = None,
 ) -> Optimizers:
     """The optimizer of the config for DeepSpeed, which flattens parameters: it must work
     number by number. AdamW runs on the host as DeepSpeed's own where it is offloaded.
@@ -59,7 +63,7 @@ def make_deepspeed_optimizers(
     Raises RequestError where that cannot be compiled.
     """
     shaped = [(name, _shaped(p)) for name, p in named]
-    part = make_optimizers(section, shaped, embeddings).parts[0]
+    part = make_optimizers(section, shaped, embeddings, ratio=ratio).parts[0]
     own = {id(stand_in): p for (_, stand_in), (_, p) in zip(shaped, named, strict=True)}
     for group in part.param_groups:
         group["params"] = [own[id(p)] for p in group["params"]]
@@ -68,8 +72,7 @@ def make_deepspeed_optimizers(
         return Optimizers([part], names)
     adam = import_deepspeed(named[0][1].device).ops.adam.DeepSpeedCPUAdam
     groups = [
-        {"params": group["params"], "weight_decay": group["weight_decay"]}
-        for group in part.param_groups
+        {key: group[key] for key in ("params", "weight_decay", "lr")} for group in part.param_groups
     ]
     betas = (section.beta1, section.beta2)
     try:
@@ -109,7 +112,8 @@ def materialize_cut(
         prefix = f"{path}." if path else ""
         for name, old in list(module.named_parameters(recurse=False)):
             if id(old) not in made:  # tied ones stay one
-                made[id(old)] = nn.Parameter(torch.empty_like(old, device=device))
+                empty = torch.empty_like(old, device=device)
+                made[id(old)] = nn.Parameter(empty, old.requires_grad)
                 if dist.get_rank() == 0:
                     fill(made[id(old)], weights, f"{prefix}{name}")
                 scatter._convert_to_zero_parameters([made[id(old)]])

@@ -120,7 +120,7 @@ class MeshEngine(ABC):
     def _run(self, batch: Batch, factor: float, backward: bool) -> float:
         """The loss's sum over all ranks; `factor` is that of the gradients."""
         for stage in self.stages:
-            stage.begin(factor)
+            stage.begin(factor, self.steps)
         micro = batch.to(self.device).micro_batches(self.layout.micro_batch)
         self._execute(list(micro), backward)
         total = torch.stack([stage.sum(self.device) for stage in self.stages]).sum()

@@ -29,10 +29,13 @@ def optimizers_by_parameter(
     embeddings: set[str],
     states: OptimizerStates = "fp32",
     compiled: bool = False,
+    ratio: float | None = None,
 ) -> Optimizers:
     """What `make_optimizers` makes, with a torch optimizer for each parameter: the same steps,
     and the same state by name."""
-    alone = [make_optimizers(section, [one], embeddings, states, compiled) for one in named]
+    alone = [
+        make_optimizers(section, [one], embeddings, states, compiled, ratio=ratio) for one in named
+    ]
     names: dict[Tensor, str] = {p: name for name, p in named}
     return Optimizers([part for each in alone for part in each.parts], names, states)
 

@@ -188,8 +188,14 @@ def layer_costs(model: PreTrainedModel) -> list[float]:
     part = active / experts if experts and active else 1.0
 
     def operations(layer: nn.Module) -> float:
-        named = layer.named_parameters()
-        return 6 * sum(p.numel() * (part if ".experts." in f".{n}" else 1.0) for n, p in named)
+        named = [(n, p.numel()) for n, p in layer.named_parameters() if p.is_floating_point()]
+        # a quantised layer has a weight too, that is not among its parameters
+        named += [
+            (n, m.in_features * m.out_features)
+            for n, m in layer.named_modules()
+            if isinstance(m, nn.Linear) and "weight" not in m._parameters
+        ]
+        return 6 * sum(size * (part if ".experts." in f".{n}" else 1.0) for n, size in named)
 
     costs = [operations(layer) for layer in decoder_layers(model)]
     head = _head(model)

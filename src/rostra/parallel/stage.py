@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,12 @@ Inputs = Callable[[Batch], tuple[dict[str, Any], Batch]]
 # From model, inputs, labels and their weights (in the batch), and the factor of the gradients:
 # the scaled loss and the plain sum.
 Loss = Callable[[PreTrainedModel, dict[str, Any], Batch, float], tuple[Tensor, Tensor]]
+
+
+class Steps(Protocol):
+    """What depends on the step beside the weights: noise and dropout."""
+
+    step: int
 
 
 class Stage(nn.Module):
@@ -38,6 +44,7 @@ class Stage(nn.Module):
         last: bool = True,
         aliases: dict[str, str] | None = None,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        keys: Steps | None = None,
     ) -> None:
         super().__init__()
         self.model = model
@@ -47,6 +54,7 @@ class Stage(nn.Module):
         self.first, self.last = first, last
         # names of copies here of parameters that another stage owns, with their names there
         self.aliases = aliases or {}
+        self.keys = keys  # of what is drawn
         self.factor = 1.0  # of the loss: loss scale over the weight of the global batch
         self.total: Tensor | None = None
 
@@ -67,8 +75,10 @@ class Stage(nn.Module):
         self.total = plain if self.total is None else self.total + plain
         return scaled
 
-    def begin(self, factor: float) -> None:
+    def begin(self, factor: float, step: int = 0) -> None:
         self.factor, self.total = factor, None
+        if self.keys is not None:
+            self.keys.step = step
 
     def sum(self, device: torch.device) -> Tensor:
         """The plain loss summed over the micro batches since `begin`, float64."""

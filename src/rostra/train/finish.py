@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from rostra.adapt import Adapter, save_adapter
+from rostra.adapt import Adapter, save_adapter, virtual_tokens
 from rostra.checkpoint import open_checkpoint
 from rostra.config import Config
 from rostra.data import Prepared, held_out, held_out_samples
@@ -96,7 +96,10 @@ class Evaluator:
 
     def _examples(self, documents: int | None) -> Evaluation:
         samples = held_out_samples(
-            self.prepared, self.config.data, full_rows(self.config, self.engine.layout)
+            self.prepared,
+            self.config.data,
+            full_rows(self.config, self.engine.layout),
+            virtual_tokens(self.config.adapter),
         )
         return evaluate_examples(
             self.engine.forward, samples, self.tokenizer, self._rows, documents

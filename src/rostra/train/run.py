@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from rostra.adapt import virtual_tokens
 from rostra.build import build_engine, build_model, check_model
 from rostra.checkpoint import (
     Checkpoint,
@@ -103,6 +104,7 @@ class _Training:
             config.run.seed,
             config.train.global_batch_size,
             full_rows(config),
+            virtual_tokens(config.adapter),
             events.notice,
         )
         self.loader = Loader(samples, config.train.global_batch_size)
