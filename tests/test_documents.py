@@ -32,6 +32,8 @@ SHRUNK = [
     "evaluate.every=null",
 ]  # fmt: skip
 
+TUNED = ["train.steps=4", "train.epochs=null", "train.compile=false", "data.sequence_length=512"]
+
 
 def commands() -> list[str]:
     found = []
@@ -56,7 +58,9 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(command: str, cwd: Path) -> Done:
     words = shlex.split(command)
     assert words[0] == "rostra"
-    if words[1] in ("train", "prepare"):
+    if "examples/tune.yaml" in words and words[1] == "train":
+        words += [word for change in TUNED for word in ("--set", change)]
+    elif words[1] in ("train", "prepare"):
         source = "data.sources.0={type: gutenberg, path: books}"
         words += [word for change in [*SHRUNK, source] for word in ("--set", change)]
     return rostra(*words[1:], cwd=cwd)
@@ -72,14 +76,14 @@ def test_every_command_of_the_documents_runs(workplace: Path) -> None:
         if "--json" in command:
             json.loads(done.stdout)
         ran += 1
-    assert ran == 12
+    assert ran == 15
     assert len(commands()) == ran + 5
 
 
 def test_every_example_is_a_valid_config() -> None:
     for path in EXAMPLES:
         read_config(path)
-    assert len(EXAMPLES) == 3
+    assert len(EXAMPLES) == 4
 
 
 def test_the_readmes_yaml_is_a_valid_config(tmp_path: Path) -> None:

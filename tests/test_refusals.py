@@ -206,9 +206,9 @@ ALONE: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"parallel": {"deepspeed": "ds.json"}},
         ("parallel", "engine: deepspeed"),
     ),
-    "a key of DeepSpeed's in the wrong case": (
+    "a misspelt key of DeepSpeed's": (
         {"parallel": {"engine": "deepspeed", "deepspeed": "ds.json"}},
-        ("ds.json", "ZeRO_optimization", "did you mean `zero_optimization`"),
+        ("ds.json", "zero_optimisation", "did you mean `zero_optimization`"),
     ),
 }
 
@@ -217,7 +217,7 @@ ALONE: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 def test_a_wrong_request_leaves_nothing(case: str, tiny: Tiny, tmp_path: Path) -> None:
     changes, said = ALONE[case]
     file = tmp_path / "ds.json"
-    file.write_text('{"ZeRO_optimization": {"stage": 3}}')
+    file.write_text('{"zero_optimisation": {"stage": 3}}')
     values = json.loads(json.dumps(tiny(**changes)).replace('"ds.json"', json.dumps(str(file))))
     if torch.cuda.is_available() and case.endswith("on a CPU"):
         pytest.skip("a GPU is here")

@@ -177,7 +177,29 @@ class Run:
         from rostra.export import merge_run
 
         path = None if output is None else Path(output)
-        return merge_run(self.config, path, adapters, dequantize, notice=notice)
+        measure = self._perplexity(notice) if self.config.data.held_out else None
+        return merge_run(self.config, path, adapters, dequantize, measure, notice)
+
+    def _perplexity(self, notice: Callable[[str], None]) -> Callable[[Any], float] | None:
+        """Of a whole model on the held-out examples, where there are any."""
+        from rostra.adapt import virtual_tokens
+        from rostra.data import held_out_samples
+        from rostra.evaluate import evaluate_examples, plain_forward
+
+        data = self.config.data
+        if not data.examples:
+            return None
+        prepared = self.prepare(notice)
+        samples = held_out_samples(prepared, data, False, virtual_tokens(self.config.adapter))
+        if not len(samples):
+            return None
+
+        def measure(model: Any) -> float:
+            return evaluate_examples(
+                plain_forward(model), samples, prepared.tokenizer, 4
+            ).perplexity
+
+        return measure
 
     def generate(self, prompt: str, sampling: Sampling | None = None) -> str:
         """The text that the final model writes after `prompt`."""

@@ -10,11 +10,12 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from rostra.batch import IGNORE, Batch
 from rostra.data import HeldOut, Packed
 from rostra.data.chat import MARKS
+from rostra.optim import cross_entropy_sum
 
 Forward = Callable[[Batch], tuple[float, float]]
 
@@ -160,6 +161,18 @@ def _target_bytes(batch: Batch, tokenizer: PreTrainedTokenizerFast, marks: list[
     trained = [row[~torch.isin(row, passed)].tolist() for row in batch.labels]
     texts = tokenizer.backend_tokenizer.decode_batch(trained, skip_special_tokens=False)
     return sum(len(text.encode()) for text in texts)
+
+
+def plain_forward(model: PreTrainedModel) -> Forward:
+    """A whole model in one process, as `evaluate` and `evaluate_examples` call it."""
+
+    @torch.no_grad()
+    def forward(batch: Batch) -> tuple[float, float]:
+        inputs = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
+        logits = model(**inputs, use_cache=False).logits
+        return float(cross_entropy_sum(logits, batch.labels, batch.weights)), batch.weight
+
+    return forward
 
 
 def xz_bits_per_byte(documents: Iterable[HeldOut]) -> tuple[float, float]:

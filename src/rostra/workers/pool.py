@@ -168,7 +168,6 @@ def _serve(connection: Connection) -> None:
     import transformers  # noqa: F401  what takes the time
 
     torch.set_num_threads(1)
-    gc.freeze()  # what is imported stays: collecting after each task is then quick
     while True:
         try:
             sys.path[:] = _read(connection.recv_bytes())
@@ -186,6 +185,7 @@ def _answer(work: bytes) -> tuple[str, Any]:
 
     try:
         (store, rank, size, seconds), task, args = _read(work)
+        gc.freeze()  # what is imported by now stays: collecting after the task is then quick
         dist.init_process_group(
             "gloo",
             init_method=f"file://{store}",
