@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rostra.config.schema import GutenbergSource
+from rostra.config.sources import GutenbergSource
 from rostra.data.gutenberg import GutenbergReader, strip_licence
 from rostra.data.sources import BadRecords
 from rostra.errors import RequestError

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from rostra.config.schema import Source
-from rostra.data.prepare import make_reader
+from rostra.config.sources import Source
+from rostra.data.reading import make_reader
 from rostra.data.sources import SCHEMA, BadRecords
 from rostra.errors import RequestError
 
