@@ -141,10 +141,12 @@ class Run:
         )
 
     def evaluate(self, listeners: Sequence[Listener] = ()) -> dict[str, Any]:
-        """The final model on all held-out documents."""
-        from rostra.build import build_engine
+        """The final model, or its base with the adapter, on all held-out documents."""
+        from rostra.build import build_engine, build_model
+        from rostra.build.tuned import Built
         from rostra.checkpoint import newest_checkpoint
         from rostra.config.schema import MemorySection
+        from rostra.config.tuning import AdapterTable, QuantizationTable
         from rostra.events import Events
         from rostra.hardware import best_device
         from rostra.models import load_model
@@ -152,18 +154,28 @@ class Run:
         from rostra.train.finish import Evaluator
 
         folder = RunFolder(self.path)
-        if not folder.model.is_dir():
+        final = folder.model if folder.model.is_dir() else folder.adapter
+        if not final.is_dir():
             raise RequestError(f"{self.path}: this run has no final model yet; let it finish")
         events, device = Events(listeners=list(listeners)), best_device()
         prepared = self.prepare(events.notice)
         if (trained_on := newest_checkpoint(folder)[0]) is not None:
             check_same_data(trained_on.data, prepared.identity, str(self.path))
-        model = load_model(str(folder.model))
-        alone = {"parallel": "auto", "memory": MemorySection()}
+        alone: dict[str, Any] = {"parallel": "auto", "memory": MemorySection()}
+        if final == folder.adapter:
+            saved = {"pretrained": str(folder.adapter)}
+            alone["adapter"] = self.config.adapter.model_copy(update=saved)
+        elif self.config.adapter.kind != "none":  # it was merged
+            alone |= {"adapter": AdapterTable(), "quantization": QuantizationTable()}
         config = self.config.model_copy(update=alone)
+        built = (
+            build_model(config, prepared.tokenizer, prepared.vocabulary_size, events, False)
+            if final == folder.adapter
+            else Built(load_model(str(folder.model)))
+        )
         layout = choose_layout(config, device, 0, 0)
-        engine = build_engine(config, layout, model, device, 1, events)
-        return Evaluator(config, prepared, engine, events).final(folder.model)
+        engine = build_engine(config, layout, built.model, device, 1, events, built.weights)
+        return Evaluator(config, prepared, engine, events).final(final)
 
     def merge(
         self,

@@ -211,12 +211,12 @@ def show_summary(summary: dict[str, Any], run: Path) -> None:
         ("report", run / "report.html"),
         ("loss curve", run / "loss.png"),
         ("model", run / "model"),
+        ("adapter", run / "adapter"),
     ):
         if path.exists():
             console.print(f"{name:<12}", Text(str(path)), soft_wrap=True)
-    console.print(
-        "\nGo on with:  ", Text(f"rostra generate {shlex.quote(str(run))}"), soft_wrap=True
-    )
+    verb = "generate" if (run / "model").exists() or not (run / "adapter").exists() else "merge"
+    console.print("\nGo on with:  ", Text(f"rostra {verb} {shlex.quote(str(run))}"), soft_wrap=True)
 
 
 def _summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
@@ -225,6 +225,7 @@ def _summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("steps", "steps", "{:,}".format),
         ("tokens", "tokens trained on", "{:,}".format),
         ("parameters", "parameters", "{:,}".format),
+        ("trainable_parameters", "  of these trained", "{:,}".format),
         ("loss", "loss", "{:.4f}".format),
         ("eval_loss", "held-out loss", "{:.4f}".format),
         ("bits_per_byte", "held-out bits per byte", "{:.4f}".format),
@@ -234,4 +235,7 @@ def _summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("peak_memory_bytes", "peak memory of tensors", decimal),
         ("seconds", "time in steps", lambda s: str(timedelta(seconds=round(s)))),
     )
-    return [(name, form(summary[key])) for key, name, form in forms if summary.get(key) is not None]
+    known = {key: value for key, value in summary.items() if value is not None}
+    if known.get("trainable_parameters") == known.get("parameters"):
+        known.pop("trainable_parameters", None)
+    return [(name, form(known[key])) for key, name, form in forms if key in known]
