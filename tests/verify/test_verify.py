@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig
 
 import rostra.verify
 from ranks import Ranks
@@ -22,6 +22,7 @@ from rostra.verify import Verification, verify
 from support import ended, start
 from support import rostra as command
 
+GPIPE = {"pipeline": 2, "pipeline_schedule": "gpipe"}
 SIZE = {"hidden_size": 64, "layers": 6, "heads": 8, "kv_heads": 2, "intermediate_size": 128}
 
 
@@ -177,6 +178,21 @@ def test_muon_has_the_tolerance_that_one_process_shows(ranks: Ranks) -> None:
         config_of(optimizer=muon), {"ddp": {"replicate": 2}}, steps=3, pool=ranks, build=averaged
     )
     assert not wrong.agree
+
+
+def test_a_tuned_config_is_tried_with_its_adapter(ranks: Ranks, tmp_path: Path) -> None:
+    shape = LlamaConfig(
+        vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2,
+    )  # fmt: skip
+    LlamaForCausalLM(shape).save_pretrained(tmp_path)
+    values = values_of({"pretrained": str(tmp_path)}, adapter="lora", quantization="nf4")
+    values["data"] = {"sources": [{"type": "alpaca", "path": "nowhere"}], "sequence_length": 64}
+    layouts = {"full_shard": {"shard": 2, "sharding": "full_shard"}, "gpipe": GPIPE}
+    found = verify(config_from_dict(values), layouts, steps=3, pool=ranks)
+    assert found.agree, found.to_dict()
+    assert found.to_dict()["layouts"][0]["layout"]["quantization"] == "nf4"
+    assert found.to_dict()["layouts"][0]["parameter_difference"] > 0
 
 
 def test_what_is_refused_is_no_disagreement_unless_it_was_asked_for(ranks: Ranks) -> None:

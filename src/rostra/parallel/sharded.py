@@ -52,6 +52,8 @@ def shard(stage: Stage, layers: list[nn.Module], mesh: Mesh, layout: Layout) -> 
         fully_shard(
             layer, mesh=grid, reshard_after_forward=again, mp_policy=inside, offload_policy=offload
         )
+    for embedding in _frozen_embedding(stage):  # given back at once, before a head is gathered
+        fully_shard(embedding, mesh=grid, mp_policy=around, offload_policy=offload)
     fully_shard(
         stage, mesh=grid, reshard_after_forward=False, mp_policy=around, offload_policy=offload
     )
@@ -59,6 +61,14 @@ def shard(stage: Stage, layers: list[nn.Module], mesh: Mesh, layout: Layout) -> 
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
+
+
+def _frozen_embedding(stage: Stage) -> list[nn.Module]:
+    """The input embedding of this stage, where nothing of it trains and no head shares it."""
+    embedding, head = stage.model.get_input_embeddings(), stage.model.get_output_embeddings()
+    if not stage.first or any(p.requires_grad for p in embedding.parameters()):
+        return []
+    return [] if head is not None and head.weight is embedding.weight else [embedding]
 
 
 def reshard(stages: Iterable[Stage]) -> None:
