@@ -47,11 +47,12 @@ def test_ranks_form_groups_and_give_results(ranks: Ranks) -> None:
     assert first.tolist() == second.tolist() == [0.0, 3.0, 6.0]
 
 
-def test_what_all_ranks_refuse_is_raised_and_they_go_on(ranks: Ranks) -> None:
-    before = [pid for pid, _ in ranks.run(2, summed, torch.zeros(1))]
-    with pytest.raises(RequestError, match="not so: 2"):
-        ranks.run(2, refused)
-    assert [pid for pid, _ in ranks.run(2, summed, torch.zeros(1))] == before
+def test_what_all_ranks_refuse_is_raised_and_they_go_on() -> None:
+    with Ranks() as pool:
+        before = [pid for pid, _ in pool.run(2, summed, torch.zeros(1))]
+        with pytest.raises(RequestError, match="not so: 2"):
+            pool.run(2, refused)
+        assert [pid for pid, _ in pool.run(2, summed, torch.zeros(1))] == before
 
 
 def test_a_failure_is_told_and_the_processes_are_started_afresh() -> None:
