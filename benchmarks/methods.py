@@ -1,6 +1,6 @@
 """What each way of fine-tuning learns: held-out loss of one base after the same samples.
 
-    python benchmarks/methods.py BASE DATA [--epochs 2] [--methods full,lora] [--json]
+    python benchmarks/methods.py BASE DATA [--epochs 2] [--methods 'full;lora'] [--json]
 
 BASE is a model's folder, such as `runs/demosthenes/model` of the quickstart; DATA a JSON file of
 Alpaca records, of which a tenth is held out. Every method sees the same examples in the same
@@ -22,6 +22,10 @@ LORA = {"kind": "lora", "rank": 8, "alpha": 16}
 METHODS: dict[str, tuple[dict[str, Any], float]] = {
     "full": ({}, 1e-3),
     "lora": ({"adapter": LORA}, 8e-3),
+    "lora, head and embeddings whole": (
+        {"adapter": {**LORA, "modules_to_save": ["embed_tokens", "lm_head"]}},
+        4e-3,
+    ),
     "rslora": ({"adapter": {**LORA, "rslora": True}}, 4e-3),
     "dora": ({"adapter": {**LORA, "dora": True}}, 8e-3),
     "lora+": ({"adapter": {**LORA, "lora_plus_ratio": 4}}, 4e-3),
@@ -71,7 +75,7 @@ def main() -> None:
     parser.add_argument("base", type=Path)
     parser.add_argument("data", type=Path)
     parser.add_argument("--epochs", type=float, default=2)
-    parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--methods", default=";".join(METHODS), help="with semicolons between")
     parser.add_argument("--rates", type=float, nargs="*", help="in place of each method's own")
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
@@ -79,7 +83,7 @@ def main() -> None:
     before, *_ = held_out_loss(asked.base, asked.data, {"adapter": LORA}, 1e-30, {"steps": 1})
     found: dict[str, Any] = {"base": {"loss": before}}
     print(f"base {before:.4f}", file=sys.stderr)
-    for name in asked.methods.split(","):
+    for name in asked.methods.split(";"):
         sections, own = METHODS[name]
         for rate in asked.rates or (own,):
             loss, seconds, trained = held_out_loss(

@@ -6,6 +6,7 @@ between the two passes is the quantised one (Dettmers et al. 2023, QLoRA, arXiv:
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -115,6 +116,11 @@ def quantize_model(model: PreTrainedModel, section: QuantizationTable) -> None:
     """
     if section.kind == "none":
         return
+    if find_spec("bitsandbytes") is None:
+        raise RequestError(
+            f"quantization.kind = {section.kind}: the package bitsandbytes is not installed; "
+            "`pip install rostra[tune]` brings it"
+        )
     linear = linear_layers(model)
     skipped = {name for name in linear for skip in section.skip if _named(name, skip)}
     for skip in section.skip:
