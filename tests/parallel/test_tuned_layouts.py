@@ -58,6 +58,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         },
     ),
     "pipeline": (2, {"pipeline": 2, "pipeline_schedule": "1f1b"}),
+    "pipeline x full_shard": (
+        4,
+        {"pipeline": 2, "pipeline_schedule": "1f1b", "shard": 2, "sharding": "full_shard"},
+    ),
     "context": (2, {"context": 2, "sharding": "full_shard"}),
     "zero3": (2, {"engine": "deepspeed", "shard": 2, "sharding": "full_shard"}),
     "full_shard, checkpointing": (

@@ -68,7 +68,8 @@ def _frozen_embedding(stage: Stage) -> list[nn.Module]:
     embedding, head = stage.model.get_input_embeddings(), stage.model.get_output_embeddings()
     if not stage.first or any(p.requires_grad for p in embedding.parameters()):
         return []
-    return [] if head is not None and head.weight is embedding.weight else [embedding]
+    tied = getattr(head, "weight", None) is embedding.weight  # a first stage's head is nothing
+    return [] if tied else [embedding]
 
 
 def reshard(stages: Iterable[Stage]) -> None:
