@@ -127,6 +127,7 @@ def cut(tensor: Tensor, offset: Span, size: Span) -> Tensor:
 
 
 def read_whole(reader: Reader, name: str) -> Tensor:
+    """All of a tensor. Raises KeyError when there is none of this name."""
     shape = reader.shape(name)
     return reader.read(name, (0,) * len(shape), shape)
 

@@ -20,7 +20,9 @@ from rostra.optim.losses import VocabularyShard
 SIZE, VOCABULARY = 8, 23
 
 
-def case(positions: int, ignored: float = 0.2, bias: bool = False) -> dict[str, Any]:
+def case(
+    positions: int, ignored: float = 0.2, bias: bool = False, weighted: bool = False
+) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(positions)
     labels = torch.randint(0, VOCABULARY, (positions,), generator=generator)
     labels[torch.rand(positions, generator=generator) < ignored] = IGNORE
@@ -29,6 +31,8 @@ def case(positions: int, ignored: float = 0.2, bias: bool = False) -> dict[str, 
         "weight": torch.randn(VOCABULARY, SIZE, generator=generator).requires_grad_(),
         "labels": labels,
     }
+    if weighted:  # by halves, some of them nothing
+        values["weights"] = torch.randint(0, 4, (positions,), generator=generator) / 2
     if bias:
         values["bias"] = torch.randn(VOCABULARY, generator=generator).requires_grad_()
     return values
@@ -38,9 +42,10 @@ def plain(values: dict[str, Any], softcap: float | None = None) -> Tensor:
     logits = functional.linear(values["hidden"], values["weight"], values.get("bias"))
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
-    return functional.cross_entropy(
-        logits.flatten(0, -2), values["labels"].flatten(), ignore_index=IGNORE, reduction="sum"
+    each = functional.cross_entropy(
+        logits.flatten(0, -2), values["labels"].flatten(), ignore_index=IGNORE, reduction="none"
     )
+    return (each * values.get("weights", torch.ones(1)).flatten()).sum()
 
 
 def leaves(values: dict[str, Any]) -> list[Tensor]:
@@ -72,16 +77,17 @@ def check(values: dict[str, Any], softcap: float | None = None, **options: Any) 
     chunk=st.integers(1, 60),
     ignored=st.sampled_from([0.0, 0.3, 0.9, 1.1]),
     bias=st.booleans(),
+    weighted=st.booleans(),
     softcap=st.sampled_from([None, 3.0]),
 )
 def test_equals_cross_entropy(
-    positions: int, chunk: int, ignored: float, bias: bool, softcap: float | None
+    positions: int, chunk: int, ignored: float, bias: bool, weighted: bool, softcap: float | None
 ) -> None:
-    check(case(positions, ignored, bias), softcap, chunk=chunk)
+    check(case(positions, ignored, bias, weighted), softcap, chunk=chunk)
 
 
 def test_compiled_equals_cross_entropy() -> None:
-    check(case(40, bias=True), 3.0, chunk=16, compiled=True)
+    check(case(40, bias=True, weighted=True), 3.0, chunk=16, compiled=True)
 
 
 def test_compiles_as_a_part_of_something_larger() -> None:
@@ -175,9 +181,10 @@ def test_logits_of_one_chunk_exist_at_once() -> None:
 
 
 def test_plain_sum() -> None:
-    values = case(24)
+    values = case(24, weighted=True)
     logits = (values["hidden"] @ values["weight"].t()).view(4, 6, VOCABULARY)
-    found = cross_entropy_sum(logits.bfloat16(), values["labels"].view(4, 6))
+    labels, weights = (values[key].view(4, 6) for key in ("labels", "weights"))
+    found = cross_entropy_sum(logits.bfloat16(), labels, weights)
     assert found.dtype == torch.float32
     assert_close(found.detach(), plain(values).detach(), 1e-2)
 
@@ -185,7 +192,7 @@ def test_plain_sum() -> None:
 def sharded_vocabulary(ignored: float, softcap: float | None, frozen: bool) -> None:
     """Each rank has some rows of the head: the loss is whole, gradients are parts."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    values = case(40, ignored, bias=True)
+    values = case(40, ignored, bias=True, weighted=True)
     values["weight"].requires_grad_(not frozen)
     per = -(-VOCABULARY // size)
     rows = slice(rank * per, (rank + 1) * per)
@@ -203,6 +210,7 @@ def sharded_vocabulary(ignored: float, softcap: float | None, frozen: bool) -> N
         bias=mine["bias"],
         softcap=softcap,
         vocabulary=VocabularyShard(rank * per, group),
+        weights=values["weights"],
     )
     loss.backward()
     expected = plain(values, softcap)

@@ -18,7 +18,7 @@ from rostra.adapt.prefix import PREFIX, pack_prefix, unpack_prefix
 from rostra.adapt.prompt import PROMPT
 from rostra.config.tuning import AdapterTable
 from rostra.errors import RequestError
-from rostra.pieces import PieceReader, index_file
+from rostra.pieces import PieceReader, index_file, read_whole
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 VIRTUAL = "prompt_embeddings"  # peft's one tensor of prompt and prefix tuning
@@ -40,8 +40,7 @@ class SavedAdapter:
         return next(ours for ours, theirs in _KINDS.items() if theirs == kind)
 
     def whole(self, key: str) -> Tensor:
-        shape = self.tensors.shape(key)
-        return self.tensors.read(key, (0,) * len(shape), shape)
+        return read_whole(self.tensors, key)
 
     def parameter(self, name: str, shape: tuple[int, ...], adapter: str) -> Tensor:
         """The value of the parameter `name`, of `shape`, of a model in which this adapter is

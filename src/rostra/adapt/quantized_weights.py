@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from rostra.adapt.quantized import QuantizedLinear
 from rostra.adapt.quantized_format import Format, constant_code, dequantize, in_order, quantize
-from rostra.pieces import INDEX, PieceReader, Reader, cut, index_file
+from rostra.pieces import INDEX, PieceReader, Reader, cut, index_file, read_whole
 from rostra.store import MANIFEST, broken_files, commit_folder, read_manifest, sweep, write_json
 from rostra.workers import on_first_rank
 
@@ -99,10 +99,7 @@ class DequantizedWeights:
         if form is None:
             return self._stored.read(name, offset, size)
         prefix = name.removesuffix("weight")
-        parts = {
-            key: self._stored.read(f"{prefix}{key}", (0,) * len(shape), shape)
-            for key, (shape, _) in form.tensors().items()
-        }
+        parts = {key: read_whole(self._stored, f"{prefix}{key}") for key in form.tensors()}
         return cut(dequantize(form.kind, in_order(form, parts), self._dtype), offset, size)
 
 

@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from rostra.errors import RequestError
 from rostra.export.updates import Update
 from rostra.models import model_on_meta
-from rostra.pieces import Reader, cut
+from rostra.pieces import Reader, cut, read_whole
 
 _TRANSPOSED = (Conv1D, nn.Embedding)  # weights that are [in, out]
 _LAYERS = (nn.Linear, *_TRANSPOSED)
@@ -113,9 +113,7 @@ class Merged:
         return self._origin[name]
 
     def _value(self, name: str) -> Tensor:
-        origin = self._origin[name]
-        shape = self._base.shape(origin)
-        value = self._base.read(origin, (0,) * len(shape), shape)
+        value = read_whole(self._base, self._origin[name])
         transposed = isinstance(self._layers.get(name.rpartition(".")[0]), _TRANSPOSED)
         for update in self._updates:
             if update.touches(name):

@@ -23,7 +23,7 @@ from rostra.parallel.deepspeed_start import check_nvme, import_deepspeed, off_st
 from rostra.parallel.deepspeed_state import Named, exact, load_partitions, pieces
 from rostra.parallel.engine import MeshEngine
 from rostra.parallel.mesh import DATA
-from rostra.pieces import Piece, Reader, fill, local_piece
+from rostra.pieces import Piece, Reader, fill, local_piece, read_whole
 from rostra.workers import on_every_rank
 
 
@@ -163,14 +163,8 @@ class DeepSpeedEngine(MeshEngine):
             load_partitions(self._zero, self._zero_stage, self._named, reader, states)
         elif states:
             names = [name for name in known if name.startswith("optimizer/")]
-            shapes = {name: reader.shape(name) for name in names}
-            self.optimizers.load_state(
-                {
-                    name.removeprefix("optimizer/"): reader.read(name, (0,) * len(shape), shape)
-                    for name, shape in shapes.items()
-                },
-                {},
-            )
+            saved = {name.removeprefix("optimizer/"): read_whole(reader, name) for name in names}
+            self.optimizers.load_state(saved, {})
 
     def close(self) -> None:
         """Let go of DeepSpeed's hooks and buffers, and of what it remembers of the process

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from rostra.optim import Part
 from rostra.optim.low_bit import dequantized
-from rostra.pieces import Piece, Reader
+from rostra.pieces import Piece, Reader, read_whole
 
 Named = list[tuple[str, nn.Parameter]]
 
@@ -189,10 +189,7 @@ def _fill(stretch: Stretch, flat: Tensor, name: str, reader: Reader) -> None:
 
 def _of_codes(stretch: Stretch, start: str, keys: list[str], reader: Reader) -> dict[str, Tensor]:
     """The float32 values of a stretch whose states were saved in low bits."""
-    saved = {}
-    for key in (key for key in keys if "." in key):
-        shape = reader.shape(start + key)
-        saved[key] = reader.read(start + key, (0,) * len(shape), shape)
+    saved = {key: read_whole(reader, start + key) for key in keys if "." in key}
     part = Part(stretch.shape, (stretch.start,), parts=2)
     return dequantized(torch.empty(stretch.size), part, saved)
 

@@ -13,7 +13,7 @@ from rostra.optim import Optimizers
 from rostra.parallel.held import Gradients, Held, first_of_copies, local
 from rostra.parallel.mesh import Mesh
 from rostra.parallel.stage import Stage
-from rostra.pieces import Piece, Reader, fill, local_piece
+from rostra.pieces import Piece, Reader, fill, local_piece, read_whole
 
 
 def weights(stage: Stage) -> Iterator[tuple[str, Tensor, bool]]:
@@ -164,4 +164,4 @@ def _read(reader: Reader, held: Held, key: str) -> Tensor:
     shape = reader.shape(full)
     if shape == held.shape and "." not in key.rsplit("/", 1)[1]:
         return reader.read(full, held.offset, tuple(held.value.shape))
-    return reader.read(full, (0,) * len(shape), shape)
+    return read_whole(reader, full)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from contextlib import redirect_stdout
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 from rostra.adapt import Adapter, save_adapter, virtual_tokens
 from rostra.checkpoint import open_checkpoint
 from rostra.config import Config
-from rostra.data import Prepared, held_out, held_out_samples
+from rostra.data import Packed, Prepared, held_out, held_out_samples
 from rostra.evaluate import Evaluation, evaluate, evaluate_examples, xz_bits_per_byte
 from rostra.events import Events
 from rostra.generate import Sampling, generate_text, load_adapted
@@ -95,15 +96,15 @@ class Evaluator:
         )
 
     def _examples(self, documents: int | None) -> Evaluation:
-        samples = held_out_samples(
-            self.prepared,
-            self.config.data,
-            full_rows(self.config, self.engine.layout),
-            virtual_tokens(self.config.adapter),
-        )
         return evaluate_examples(
-            self.engine.forward, samples, self.tokenizer, self._rows, documents
+            self.engine.forward, self._packed, self.tokenizer, self._rows, documents
         )
+
+    @cached_property
+    def _packed(self) -> Packed:
+        rows = full_rows(self.config, self.engine.layout)
+        virtual = virtual_tokens(self.config.adapter)
+        return held_out_samples(self.prepared, self.config.data, rows, virtual)
 
     @property
     def _rows(self) -> int:
