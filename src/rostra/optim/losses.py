@@ -178,7 +178,7 @@ def _piece(
     else:
         labels = labels - vocabulary.first
         log_sum, chosen = _over_shards(logits, labels, vocabulary.group)
-    count = target.float()
+    count = target.float() if count is None else count
     loss = torch.where(target, (log_sum - chosen) * count, 0).sum()
     if not differentiate:
         return loss, hidden.new_empty(0)
