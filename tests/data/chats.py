@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from rostra.config.schema import DataSection
+from rostra.config.data import DataSection
 from rostra.data.encode import Encoded, ExampleEncoder
 from rostra.data.examples import Example, ExampleReader
 from rostra.data.sources import BadRecords

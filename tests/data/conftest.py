@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from rostra.config.schema import DataSection
+from rostra.config.data import DataSection
 from support import SHARED_DATA
 
 torch.set_num_threads(1)

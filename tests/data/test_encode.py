@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from rostra.config.schema import TokenizerTable
+from rostra.config.data import TokenizerTable
 from rostra.data.conversations import Conversation, Message
 from rostra.data.encode import ExampleEncoder
 from rostra.data.examples import Example, Segment, Text, Tokens

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from rostra.batch import IGNORE, Batch
 from rostra.data.loader import Loader, Samples
-from rostra.data.shards import Shards, ShardWriter, open_shard
+from rostra.data.shards import Shards, open_shard
+from rostra.data.writer import ShardWriter
 from rostra.store import sha256_file
 
 lengths = st.lists(st.integers(0, 30), min_size=1, max_size=25).filter(lambda n: sum(n) > 12)

@@ -14,7 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from rostra.batch import IGNORE, Batch
 from rostra.data import Loader, Packed
 from rostra.data.packing import best_fit
-from rostra.data.shards import Shards, ShardWriter, open_shard
+from rostra.data.shards import Shards, open_shard
+from rostra.data.writer import ShardWriter
 from rostra.errors import RequestError
 from rostra.models.attention import NAME, register
 from rostra.store import sha256_file

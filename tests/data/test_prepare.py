@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from rostra.config import read_config
-from rostra.config.schema import DataSection
+from rostra.config.data import DataSection
 from rostra.config.sources import PythonDocsSource
 from rostra.data import Encoder, Prepared, held_out, open_prepared, prepare
 from rostra.data.python_docs import PythonDocsReader
@@ -244,7 +244,7 @@ def test_many_sources_together(corpus: Path, section: Section, tmp_path: Path) -
 
 SCRIPT = """
 import errno, json, resource, sys
-from rostra.config.schema import DataSection
+from rostra.config.data import DataSection
 from rostra.data import prepare
 from rostra.errors import RequestError
 data = DataSection.model_validate_json(sys.argv[1])

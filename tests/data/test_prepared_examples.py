@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rostra.batch import Batch
-from rostra.config.schema import DataSection
+from rostra.config.data import DataSection
 from rostra.data import (
     Loader,
     Packed,

@@ -8,9 +8,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from rostra.config.schema import DataSection
+from rostra.config.data import DataSection
 from rostra.data import Prepared, held_out, open_prepared, prepare
-from rostra.data.shards import ShardWriter, open_shard
+from rostra.data.shards import open_shard
+from rostra.data.writer import ShardWriter
 from rostra.errors import RequestError
 from rostra.store import MANIFEST, sha256_file
 

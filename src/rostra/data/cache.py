@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rostra.config.schema import DataSection
+from rostra.config.data import DataSection
 from rostra.data.sources import Part
 from rostra.errors import RequestError
 from rostra.store import sha256_file, write_json

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from rostra.config.schema import DataSection
+from rostra.config.data import DataSection
 from rostra.config.sources import ChatSource, PreferenceSource
 from rostra.data.cache import digest
 from rostra.data.chat import ChatTemplate, check_special_tokens

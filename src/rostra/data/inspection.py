@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedTokenizerFast
 
-from rostra.config.schema import DataSection
+from rostra.config.data import DataSection
 from rostra.config.sources import PreferenceSource
 from rostra.data.audit import Audit, show_examples
 from rostra.data.encode import Encoded, ExampleEncoder

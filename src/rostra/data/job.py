@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from rostra.config.schema import DataSection
+from rostra.config.data import DataSection
 from rostra.data.cache import ContentHashes, cache_folder, digest
 from rostra.data.encode import ExampleEncoder
 from rostra.data.examples import ExampleReader

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from rostra.batch import IGNORE, Batch
-from rostra.config.schema import DataSection
+from rostra.config.data import DataSection
 from rostra.data.packing import Packed
 from rostra.data.permutation import Permutation
 from rostra.data.prepared import Prepared

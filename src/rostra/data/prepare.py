@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from rostra.config.schema import DataSection
+from rostra.config.data import DataSection
 from rostra.config.sources import PreferenceSource
 from rostra.data.audit import Audit
 from rostra.data.cache import one_at_a_time
@@ -17,8 +17,9 @@ from rostra.data.encode import ExampleEncoder
 from rostra.data.job import Job, Notice
 from rostra.data.prepared import FORMAT, TOKENIZER, Prepared, open_prepared, seal
 from rostra.data.reading import Item, Progress, batches
-from rostra.data.shards import SPLITS, ShardWriter, Split
+from rostra.data.shards import SPLITS, Split
 from rostra.data.tokenizer import Encoder
+from rostra.data.writer import ShardWriter
 from rostra.errors import RequestError
 from rostra.store import commit_folder, sweep
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from rostra.config.schema import TokenizerTable
+from rostra.config.data import TokenizerTable
 from rostra.errors import RequestError
 
 END_OF_TEXT = "<|endoftext|>"
