@@ -18,6 +18,12 @@ install: .venv/installed
 	$(PIP) --editable '.[$*]'
 	@touch $@
 
+# The metadata of mosaicml-streaming forbids recent versions of what it stands on.
+.venv/installed-test: .venv/installed
+	$(PIP) --editable '.[test]'
+	$(PIP) --no-deps mosaicml-streaming
+	@touch $@
+
 quickstart: .venv/installed
 	$(BIN)/rostra train examples/quickstart.yaml
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from hypothesis import settings
 
 from ranks import Ranks
-from support import tiny_run
+from stores import S3_ENVIRONMENT, S3Server, forget_stores, have_moto
+from support import need, tiny_run
 
 
 def pytest_configure() -> None:
@@ -44,6 +47,28 @@ def ranks() -> Iterator[Ranks]:
     pool = Ranks()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[S3Server]:
+    """moto's S3 server, started once; its address is in the environment, for processes too."""
+    need(have_moto(), "moto[server], s3fs")
+    server = S3Server()
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in {**S3_ENVIRONMENT, "AWS_ENDPOINT_URL": server.address}.items():
+            environment.setenv(name, value)
+        forget_stores()
+        yield server
+    server.kill()
+    forget_stores()
+
+
+@pytest.fixture
+def s3(s3_server: S3Server) -> str:
+    """The URL of an empty bucket."""
+    bucket = f"s3://test-{uuid.uuid4().hex[:12]}"
+    fsspec.filesystem("s3").mkdir(bucket)
+    return bucket
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from parallel.common import CPU
 from ranks import Ranks
 from rostra.batch import Batch
 from rostra.build import build_engine
-from rostra.config import Config
+from rostra.config import Config, config_from_dict
 from rostra.dry_run import DryRun, dry_run
 from rostra.errors import RequestError
 from rostra.events import Events
@@ -42,6 +42,19 @@ def llama(layers: int = 8) -> PretrainedConfig:
         num_hidden_layers=layers,
         num_attention_heads=8,
         num_key_value_heads=4,
+    )
+
+
+def llama_70b() -> PretrainedConfig:
+    """The shape of Llama 3 70B (Grattafiori et al. 2024, arXiv:2407.21783, table 3)."""
+    return LlamaConfig(
+        vocab_size=128256,
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
     )
 
 
@@ -282,3 +295,36 @@ def test_405b_is_built_within_a_minute(name: str) -> None:
             f"| {found.parameters / 1e6:,.0f} M | {sizes} | {calls} | {seconds:.0f} |"
         )
         assert seconds < 60
+
+
+@pytest.mark.soak
+def test_qlora_of_70b_on_two_cards_of_24_gb() -> None:
+    """Prints the table of docs/quantization.md (see it with `pytest -rP`): what lies on a card
+    with weights and states on the host is what is left of the sum."""
+    config = config_from_dict(
+        {
+            "model": {"pretrained": "llama-3-70b"},
+            "adapter": {"kind": "lora", "rank": 8},
+            "quantization": "nf4",
+            "data": {"sources": [{"type": "alpaca", "path": "records"}], "sequence_length": 1024},
+            "train": {"steps": 1, "global_batch_size": 2, "micro_batch_size": 1},
+            "precision": {"compute": "bf16"},
+        }
+    )
+    layout = Layout(
+        1,
+        1,
+        shard=2,
+        sharding="full_shard",
+        compute="bf16",
+        quantization="nf4",
+        adapter="lora",
+        activation_checkpointing="full",
+        offload_parameters="cpu",
+        offload_optimizer="cpu",
+    )
+    found = dry_run(config, layout, llama_70b())
+    print({kind: f"{size / 2**30:.2f} GiB" for kind, size in found.bytes.items()})
+    on_host = found.bytes["parameters"] + found.bytes["optimizer"]
+    assert on_host < 20 * 2**30
+    assert found.bytes["total"] - on_host < 24e9

@@ -13,7 +13,7 @@ import pytest
 
 ROWS = [
     ["errors", "layout"],
-    ["config", "events", "store", "memory", "batch", "pieces"],
+    ["config", "events", "files", "store", "memory", "batch", "pieces"],
     ["hardware", "models", "optim", "track", "report", "workers"],
     ["parallel", "data", "adapt"],
     ["build", "checkpoint"],

@@ -21,6 +21,7 @@ from rostra.store import RunFolder
 
 if TYPE_CHECKING:  # imported inside the verbs: a mistake in a config is answered at once
     from rostra.data import Inspection, Prepared
+    from rostra.data.progress import Progress
     from rostra.events import Listener
     from rostra.generate import Sampling
     from rostra.verify import Verification
@@ -37,27 +38,31 @@ class Run:
     note: str = ""
 
     @classmethod
-    def open(cls, source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Run:
-        """From a config file, a run's folder, or a table; `overrides` are "section.key=value".
+    def open(
+        cls,
+        source: str | Path | Mapping[str, Any],
+        overrides: Sequence[str] = (),
+        allow_code: Sequence[str | Path] = (),
+    ) -> Run:
+        """From a config file, a run's folder, or a table; `overrides` are "section.key=value",
+        `allow_code` the user's own Python files that the config may run.
         An Axolotl file is for as many ranks as were started.
 
         Raises RequestError when it does not describe a run.
         """
         from rostra.workers import detect
 
+        notes: list[str] = []
         if isinstance(source, Mapping):
-            return cls(config_from_dict(source, overrides))
-        path = Path(source)
-        if path.is_dir():
+            config = config_from_dict(source, overrides)
+        elif (path := Path(source)).is_dir():
             if not RunFolder(path).config.exists():
                 raise RequestError(f"{path}: is no run: it holds no config.yaml")
-            return cls(
-                read_config(
-                    RunFolder(path).config, [*overrides, f"run.output={json.dumps(str(path))}"]
-                )
-            )
-        notes: list[str] = []
-        config = read_config(path, overrides, detect(os.environ).size, notes.append)
+            output = f"run.output={json.dumps(str(path))}"
+            config = read_config(RunFolder(path).config, [*overrides, output])
+        else:
+            config = read_config(path, overrides, detect(os.environ).size, notes.append)
+        config.data.clean.check_code(allow_code)
         return cls(config, "\n".join(notes))
 
     @property
@@ -90,11 +95,15 @@ class Run:
             )
         return wanted
 
-    def prepare(self, notice: Callable[[str], None] = print) -> Prepared:
+    def prepare(
+        self,
+        notice: Callable[[str], None] = print,
+        progress: Callable[[Progress], None] | None = None,
+    ) -> Prepared:
         """Documents into shards of tokens; at once when they are there already."""
         from rostra.data import prepare
 
-        return prepare(self.config.data, self.config.model.pretrained, notice)
+        return prepare(self.config.data, self.config.model.pretrained, notice, progress)
 
     def inspect(self, examples: int = 3, notice: Callable[[str], None] = print) -> Inspection:
         """What is trained on: counts, packing, and so many examples token by token."""

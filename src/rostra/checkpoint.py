@@ -52,6 +52,8 @@ class Position:
     samples: int  # samples seen since the start, over all epochs
     tokens: int  # target tokens trained on
     bad_steps: int = 0  # in a row until here
+    mixture: dict[str, Any] | None = None  # of sources by weight: see `Mixture.state`
+    lanes: list[Any] | None = None  # of sources that are streamed: see `StreamLoader.cursors`
 
 
 def save_checkpoint(

@@ -27,6 +27,10 @@ RunOrModel = Annotated[str, typer.Argument(help="a run's folder", metavar="RUN")
 Overrides = Annotated[
     list[str], typer.Option("--set", metavar="section.key=value", help="change a value")
 ]
+AllowCode = Annotated[
+    list[str],
+    typer.Option("--allow-code", metavar="FILE", help="your Python file that CONFIG may run"),
+]
 Json = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]
 
 
@@ -52,13 +56,14 @@ def train(
         typer.Option("--new-learning-rate", help="resume with another learning rate or schedule"),
     ] = False,
     workers: Workers = None,
+    allow_code: AllowCode = [],  # noqa: B006
     as_json: Json = False,
 ) -> None:
     """Train a model, or go on with a run where it stands."""
     from rostra.api import Run
     from rostra.track import Progress, show_summary
 
-    run = Run.open(config, overrides)
+    run = Run.open(config, overrides, allow_code)
     if (count := run.ranks_to_start(workers)) > 1:
         from rostra.workers import start
 
@@ -74,17 +79,40 @@ def train(
 
 
 @app.command()
-def prepare(config: ConfigFile, overrides: Overrides = [], as_json: Json = False) -> None:  # noqa: B006
+def prepare(
+    config: ConfigFile,
+    overrides: Overrides = [],  # noqa: B006
+    format: Annotated[
+        str | None,
+        typer.Option("--as", metavar="FORMAT", help="write too: webdataset, parquet or megatron"),
+    ] = None,
+    output: Annotated[
+        str | None, typer.Option(metavar="PATH", help="with --as: a new folder, or a URL")
+    ] = None,
+    allow_code: AllowCode = [],  # noqa: B006
+    as_json: Json = False,
+) -> None:
     """Read the documents and write shards of tokens; at once when they are there already."""
+    if (format is None) != (output is None):
+        raise RequestError("prepare: --as and --output go together")
     from rostra.api import Run
+    from rostra.data.display import Display, show_prepared
 
-    prepared = Run.open(config, overrides).prepare(_say)
+    run = Run.open(config, overrides, allow_code)
+    with Display(sys.stderr) as display:
+        prepared = run.prepare(display.say, display)
     found = {
         "path": str(prepared.folder),
         **prepared.manifest["counts"],
+        "sources": prepared.manifest["per_source"],
+        "rejected": prepared.manifest["rejected"],
         "skipped": prepared.skipped,
     }
-    _answer(found, as_json, lambda: _table(found))
+    if format and output:
+        from rostra.data.formats import write_as
+
+        found["written"] = write_as(prepared, format, output)
+    _answer(found, as_json, lambda: show_prepared(prepared))
 
 
 @app.command()
@@ -92,12 +120,13 @@ def inspect(
     config: ConfigFile,
     overrides: Overrides = [],  # noqa: B006
     examples: Annotated[int, typer.Option(min=0, help="how many are shown token by token")] = 3,
+    allow_code: AllowCode = [],  # noqa: B006
     as_json: Json = False,
 ) -> None:
     """Show what a config trains on: documents or examples in tokens, and how they are packed."""
     from rostra.api import Run
 
-    found = Run.open(config, overrides).inspect(examples, _say)
+    found = Run.open(config, overrides, allow_code).inspect(examples, _say)
     _answer(found.to_dict(), as_json, found.show)
 
 
@@ -122,12 +151,17 @@ def generate(
 
 
 @app.command()
-def evaluate(run: RunOrModel, overrides: Overrides = [], as_json: Json = False) -> None:  # noqa: B006
+def evaluate(
+    run: RunOrModel,
+    overrides: Overrides = [],  # noqa: B006
+    allow_code: AllowCode = [],  # noqa: B006
+    as_json: Json = False,
+) -> None:
     """Measure a run's final model on the held-out documents."""
     from rostra.api import Run
     from rostra.track import Progress
 
-    opened = Run.open(Path(run), overrides)
+    opened = Run.open(Path(run), overrides, allow_code)
     progress = Progress(sys.stderr, opened.config.monitor.log_every)
     try:
         found = opened.evaluate([progress])
@@ -160,13 +194,14 @@ def merge(
             "or into those on disk"
         ),
     ] = None,
+    allow_code: AllowCode = [],  # noqa: B006
     as_json: Json = False,
 ) -> None:
     """Write base and adapters as one model, after comparing its logits with theirs."""
     if run is not None and base is None:
         from rostra.api import Run
 
-        found = Run.open(run).merge(output, adapters, dequantize, _say)
+        found = Run.open(run, allow_code=allow_code).merge(output, adapters, dequantize, _say)
     elif run is None and dequantize is None:
         from rostra.export import merge_folders
 
@@ -195,13 +230,15 @@ def verify(
         str, typer.Option(help="fp32, bf16, bf16_pure, fp16, fp8, or config for its own")
     ] = "fp32",
     workers: Annotated[int | None, typer.Option(min=1, help="ranks at the most; 4")] = None,
+    allow_code: AllowCode = [],  # noqa: B006
     as_json: Json = False,
 ) -> None:
     """Show that layouts compute what one process does, on a small model like the config's."""
     from rostra.api import Run
     from rostra.verify import show
 
-    found = Run.open(config, overrides).verify(layouts, steps, workers, precision, _say)
+    run = Run.open(config, overrides, allow_code)
+    found = run.verify(layouts, steps, workers, precision, _say)
     _answer(found.to_dict(), as_json, lambda: show(found))
     found.check()
 

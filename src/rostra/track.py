@@ -188,6 +188,10 @@ def _scalars(event: Event) -> dict[str, float | None]:
                 "train/gradient_norm": event["gradient_norm"],
                 "train/learning_rate": event["learning_rate"],
                 "train/tokens_per_second": event["tokens"] / max(event["seconds"], 1e-9),
+                **{
+                    f"data/samples_of_source_{source}": seen
+                    for source, seen in enumerate(event.fields.get("source_samples", ()))
+                },
             }
         case "memory":
             return {f"memory/{kind}": size for kind, size in event["bytes"].items()}

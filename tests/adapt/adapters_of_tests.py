@@ -12,7 +12,7 @@ from transformers import AutoConfig, PreTrainedModel
 from rostra.adapt import AdaptedWeights, Adapter, adapter_weights, add_adapter, save_adapter
 from rostra.config.tuning import AdapterTable
 from rostra.models import model_on_meta, tiny_config
-from rostra.pieces import Tensors, fill
+from rostra.pieces import Reader, Tensors, fill
 
 TOKENS = torch.tensor([[5, 9, 2, 11, 7, 3, 30, 8], [1, 6, 33, 4, 12, 50, 22, 60]])
 
@@ -38,7 +38,14 @@ def adapted(
     adapter = add_adapter(model, section)
     assert adapter is not None
     reader = Tensors(state(base))
-    weights = AdaptedWeights(model, reader, adapter_weights(model, adapter, seed, reader, **more))
+    first = adapter_weights(model, adapter, seed, reader, **more)
+    return filled(model, AdaptedWeights(model, reader, first), adapter, noise), adapter
+
+
+def filled(
+    model: PreTrainedModel, weights: Reader, adapter: Adapter, noise: float
+) -> PreTrainedModel:
+    """`model`, taken off the meta device, with what `weights` has, and noise on what trains."""
     model.to_empty(device="cpu")
     model.tie_weights()
     torch.manual_seed(0)
@@ -47,7 +54,7 @@ def adapted(
             fill(tensor, weights, name)
             if noise and name in adapter.keys:
                 tensor.add_(torch.randn(tensor.shape) * noise)
-    return model.eval(), adapter
+    return model.eval()
 
 
 def trained(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from adapters_of_tests import TOKENS, adapted, tiny, trained
-from peft import IA3Config, LoraConfig, get_peft_model
+from adapters_of_tests import TOKENS, adapted, saved, tiny, trained
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from transformers import PreTrainedModel
 
 from rostra.adapt import add_adapter, read_adapter
@@ -83,6 +83,10 @@ def test_what_does_not_fit_is_refused(base: PreTrainedModel, tmp_path: Path) -> 
         ({"targets": ("lm_head",)}, "lm_head is no linear layer of the model's body"),
         ({"targets": ("norm",)}, "model.norm is no linear layer"),
         ({"modules_to_save": ("lm_heed",)}, "'lm_heed' names no module"),
+        ({"targets": "q_proj"}, "'q_proj' matches the whole name of no module"),
+        ({"targets": ".*(q_proj"}, r"adapter.targets: '.\*\(q_proj' is no pattern: missing \)"),
+        ({"targets": r".*\.lm_head|lm_head"}, "lm_head is no linear layer of the model's body"),
+        ({"targets": "all-linear", "pretrained": folder}, "adapter.targets = all-linear: .*q_proj"),
         ({"modules_to_save": ("q_proj",)}, "q_proj.* is adapted too"),
         ({"pretrained": str(tmp_path / "none")}, "adapter.pretrained: .*cannot read this adapter"),
         ({"kind": "prompt", "frozen": (str(tmp_path / "prompt"),)}, "kind prompt"),
@@ -109,6 +113,28 @@ def test_what_does_not_fit_is_refused(base: PreTrainedModel, tmp_path: Path) -> 
     (tmp_path / "pickle" / "adapter_model.bin").write_bytes(b"")
     with pytest.raises(RequestError, match="pickle"):
         read_adapter(str(tmp_path / "pickle"), "adapter.frozen")
+
+
+def test_targets_by_a_pattern(base: PreTrainedModel, tmp_path: Path) -> None:
+    """As peft takes it; and a section may say again what the saved adapter has."""
+    pattern = r".*layers\.1\.self_attn\.[qk]_proj"
+    table = AdapterTable(kind="lora", targets=pattern)
+    model, adapter = adapted(base, table, noise=0.1)
+    wrapped = {name.split(".lora_")[0] for name in trained(model)}
+    assert wrapped == {f"model.layers.1.self_attn.{x}_proj" for x in "qk"}
+    folder = saved(model, adapter, tmp_path / "saved")
+    theirs = PeftModel.from_pretrained(create_model(base.config, seed=1), folder).eval()
+    torch.testing.assert_close(model(TOKENS).logits, theirs(TOKENS).logits, rtol=1e-5, atol=1e-6)
+    again = AdapterTable(kind="lora", rank=8, targets=pattern, pretrained=str(folder))
+    assert torch.equal(adapted(base, again)[0](TOKENS).logits, model(TOKENS).logits)
+    scaled, _ = adapted(base, AdapterTable(kind="ia3", targets=pattern))
+    assert {n.split(".ia3_")[0] for n in trained(scaled)} == wrapped
+    whole, adapter = adapted(base, AdapterTable(kind="lora"))
+    every = {"pretrained": str(saved(whole, adapter, tmp_path / "every")), "targets": "all-linear"}
+    assert adapted(base, AdapterTable(kind="lora", **every))[1].saved is not None
+    prompt, adapter = adapted(base, AdapterTable(kind="prompt", virtual_tokens=2))
+    on = {"pretrained": str(saved(prompt, adapter, tmp_path / "p")), "rank": 8, "targets": None}
+    assert adapted(base, AdapterTable(kind="prompt", **on))[1].virtual_tokens == 2
 
 
 def by_peft_prompt(base: PreTrainedModel, folder: Path) -> None:

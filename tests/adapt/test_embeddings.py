@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapters_of_tests import TOKENS, saved, state, tiny, trained
+from adapters_of_tests import TOKENS, filled, saved, state, tiny, trained
 from peft import PeftModel
 
 from rostra.adapt import (
@@ -20,7 +20,7 @@ from rostra.config.tuning import AdapterTable
 from rostra.errors import RequestError
 from rostra.models import create_model, model_on_meta
 from rostra.models.weights import real_model
-from rostra.pieces import Tensors, fill
+from rostra.pieces import Tensors
 
 ROWS = 70  # of 64
 
@@ -52,21 +52,13 @@ def test_new_tokens_are_average_ones_and_are_saved_with_an_adapter(
     adapter = add_adapter(model, AdapterTable(kind="lora", rank=2), grown.modules)
     assert adapter is not None
     first = adapter_weights(model, adapter, 0, reader)
-    weights = AdaptedWeights(model, reader, first)
-    model.to_empty(device="cpu")
-    model.tie_weights()
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            fill(tensor, weights, name)
-            if name in adapter.keys:
-                tensor.add_(torch.randn(tensor.shape) * 0.05)
+    filled(model, AdaptedWeights(model, reader, first), adapter, noise=0.05)
     assert set(grown.tensors) <= set(trained(model))
     tokens = torch.where(TOKENS == 9, 68, TOKENS)
     folder = saved(model, adapter, tmp_path / "adapter")
     expected.resize_token_embeddings(ROWS)
     found = PeftModel.from_pretrained(expected, folder).eval()
-    logits = model.eval()(tokens).logits
+    logits = model(tokens).logits
     torch.testing.assert_close(found(tokens).logits, logits, rtol=1e-5, atol=1e-6)
 
 

@@ -12,12 +12,12 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor
 
+from parallel.common import CPU, LENGTH, SAMPLES, VOCABULARY, config_of
 from ranks import Ranks
 from rostra.adapt.quantized import freeze_base, quantize_model
 from rostra.adapt.quantized_weights import QuantizedWeights
 from rostra.batch import Batch
 from rostra.build import build_engine
-from rostra.config import config_from_dict
 from rostra.config.tuning import QuantizationTable
 from rostra.events import Events
 from rostra.layout import Layout
@@ -26,8 +26,7 @@ from rostra.models import SeededWeights, model_on_meta, scratch_config
 from rostra.pieces import Reader, cut
 from rostra.train import train_step
 
-CPU = torch.device("cpu")
-LENGTH, SAMPLES, STEPS = 16, 8, 5
+STEPS = 5
 
 
 class Adapted:
@@ -52,22 +51,11 @@ class Adapted:
 
 
 def engine_of(kind: str, layout: Layout) -> Any:
-    config = config_from_dict(
-        {
-            "model": {"architecture": "llama", "size": {"hidden_size": 32, "layers": 4}},
-            "data": {
-                "sources": [{"type": "python_docs"}],
-                "tokenizer": {"vocabulary": 300},
-                "sequence_length": LENGTH,
-            },
-            "train": {"steps": 10, "global_batch_size": SAMPLES, "loss_chunk": 24},
-            "optimizer": {"learning_rate": 1e-2},
-            "schedule": {"warmup": 0},
-        }
-    )
-    size = config.model.size.model_copy(update={"heads": 4, "kv_heads": 2, "intermediate_size": 72})
-    section = config.model.model_copy(update={"size": size})
-    shape = scratch_config(section, 98, LENGTH, dict.fromkeys(("bos_token_id", "pad_token_id"), 0))
+    size = {"hidden_size": 32, "layers": 4, "heads": 4, "kv_heads": 2, "intermediate_size": 72}
+    section = {"preset": None, "architecture": "llama", "size": size}
+    config = config_of(model=section, optimizer={"learning_rate": 1e-2})
+    special = dict.fromkeys(("bos_token_id", "pad_token_id"), 0)
+    shape = scratch_config(config.model, VOCABULARY, LENGTH, special)
     model = model_on_meta(shape)
     quantize_model(model, QuantizationTable(kind=kind))  # type: ignore[arg-type]
     weights: Reader = QuantizedWeights(SeededWeights(shape, 3), model)
@@ -80,7 +68,7 @@ def engine_of(kind: str, layout: Layout) -> Any:
 
 def batch_of(seed: int) -> Batch:
     tokens = torch.randint(
-        0, 98, (SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(seed)
+        0, VOCABULARY, (SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(seed)
     )
     positions = torch.arange(LENGTH).repeat(SAMPLES, 1)
     return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), positions)

@@ -181,6 +181,17 @@ TRANSLATED: list[tuple[dict[str, Any], dict[str, Any]]] = [
      {"data.sources.0.messages": "talk", "data.sources.0.role": "from",
       "data.sources.0.roles": {"bot": "assistant", "human": "user"},
       "data.sources.0.train_roles": ("assistant",), "data.chat_template": "chatml"}),
+    ({"datasets": [{**CHAT, "train_on_eos": "all", "message_field_training": "training",
+                    "message_property_mappings": {"tool_calls": "tool_calls"}}],
+      "chat_template": "mistral_v7_tekken"},
+     {"data.sources.0.train_ends": "all", "data.sources.0.message_weight": "training",
+      "data.chat_template": "mistral_v7_tekken"}),
+    ({"adapter": "lora", "lora_target_modules": r".*layers\.\d+\.mlp\.\w+"},
+     {"adapter.targets": r".*layers\.\d+\.mlp\.\w+"}),
+    ({"adapter": "lora", "lora_target_modules": "q_proj"}, {"adapter.targets": ("q_proj",)}),
+    ({"fsdp": ["hybrid_shard"], "bf16": True, "fsdp_config":
+      {"reshard_after_forward": True, "mixed_precision_policy": "bfloat16"}},
+     {"parallel.sharding": "hybrid_shard"}),
     ({"datasets": [{"path": "old", "type": "sharegpt", "conversation": "chatml"}]},
      {"data.sources.0.type": "chat", "data.chat_template": "chatml"}),
     ({"chat_template": "jinja", "chat_template_jinja": "mine.jinja", "datasets": [CHAT]},
@@ -239,15 +250,29 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"bf16": True, "fp16": True}, "fp16", "bf16 is on too"),
     ({"load_in_4bit": True}, "load_in_4bit", "add an adapter"),
     ({"adapter": "qlora", "load_in_4bit": False}, "load_in_4bit", "4-bit base"),
-    ({"adapter": "lora", "lora_target_modules": "model.*"}, "lora_target_modules", "a pattern"),
+    ({"adapter": "lora", "lora_target_modules": ["q_proj", "model.*"]}, "lora_target_modules",
+     "'model.*' is a pattern in a list"),
+    ({"adapter": "lora", "lora_target_linear": True, "lora_target_modules": "model.*"},
+     "lora_target_modules", "lora_target_linear is on too"),
+    ({"adapter": "qlora", "load_in_8bit": True}, "load_in_8bit", "write adapter: lora"),
+    ({"deepspeed": {"zero_optimization": {"stage": 2}, "comment": "long " * 99}}, "deepspeed",
+     "write this block to a JSON file"),
+    ({"fsdp": ["hybrid_shard"], "fsdp_config": {"reshard_after_forward": False}},
+     "fsdp_config.reshard_after_forward", "hybrid_shard gathers"),
+    ({"fsdp_config": {"mixed_precision_policy": "bfloat16"}, "fp16": True},
+     "fsdp_config.mixed_precision_policy", "precision.compute is fp16"),
     ({"deepspeed": "zero9.json"}, "deepspeed", "no file zero9.json"),
     ({"deepspeed": "zero1.json", "fsdp": ["full_shard"]}, "deepspeed", "keep one"),
     ({"fsdp_config": {"fsdp_ofload": True}}, "fsdp_config.fsdp_ofload", "offload_params"),
     ({"chat_template": "{{ messages }}"}, "chat_template", "write the template to a file"),
-    ({"chat_template": "phi_3"}, "chat_template", "no template 'phi_3'"),
+    ({"chat_template": "jamba"}, "chat_template", "no template 'jamba'"),
+    ({"datasets": [{**CHAT, "message_property_mappings": {"tool_calls": "calls"}}]},
+     "datasets.0.message_property_mappings", "rename `calls`"),
     ({"datasets": [{**CHAT, "shards": 4}]}, "datasets.0.shards", "read whole"),
     ({"sequence_len": [4]}, "sequence_len", "one word or number"),
-    ({"datasets": [{**CHAT, "train_on_eos": "last"}]}, "datasets.0.train_on_eos", "write turn"),
+    ({"datasets": [{**CHAT, "train_on_eos": "none"}]}, "datasets.0.train_on_eos", "no ends 'none'"),
+    ({"datasets": [{**CHAT, "train_on_eos": "last", "train_on_eot": "all"}]},
+     "datasets.0.train_on_eot", "one mark ends a turn"),
     ({"datasets": [{**CHAT, "path": "hub/id", "data_files": "a.json"}]}, "datasets.0.data_files",
      "of the hub"),
     ({"datasets": [{"path": "x", "type": "alpaca_chat.load_qa"}]}, "datasets.0.type", "use alpaca"),
@@ -271,6 +296,12 @@ def test_what_rostra_has_nothing_for_is_refused_by_name(
     assert f"{path}{'' if line is None else f':{line}'}: {key}: " in str(caught.value)
     if line is not None:  # the line is the one where the key stands
         assert f"{key.rsplit('.', maxsplit=1)[-1]}:" in path.read_text().splitlines()[line - 1]
+
+
+def test_a_slip_of_a_number_is_told_once(tmp_path: Path) -> None:
+    found = read_axolotl(write(tmp_path, {"save_steps": "often"}))
+    said = [a.key for kind in (found.translated, found.needless, found.refused) for a in kind]
+    assert said.count("save_steps") == 1
 
 
 OFF = ["rl", "hub_model_id", "processor_type", "early_stopping_patience"]

@@ -18,7 +18,11 @@ from rostra.data.tokenizer import train_tokenizer
 
 MARKS = [
     *("<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-    *("<start_of_turn>", "<end_of_turn>", "<|user|>", "<|assistant|>", "<|system|>"),
+    *("<start_of_turn>", "<end_of_turn>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"),
+    *("<|im_sep|>", "<|header_start|>", "<|header_end|>", "<|eot|>", "<｜User｜>"),
+    *("<｜Assistant｜>", "[|user|]", "[|assistant|]", "[|system|]", "[|endofturn|]", "[INST]"),
+    *("[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "<|START_OF_TURN_TOKEN|>"),
+    *("<|END_OF_TURN_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>", "<|SYSTEM_TOKEN|>"),
 ]
 TALK = [
     {"role": "system", "content": "Be brief."},

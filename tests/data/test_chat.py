@@ -1,27 +1,23 @@
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
 import pytest
-from chats import TALK, tokenizer
+from chats import TALK, section, tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from template_texts import DEFAULTS, END, NO_SYSTEM, ROLES, end_of, expected_text
 
-from rostra.data.chat import ChatTemplate
+from rostra.data.chat import ChatTemplate, stop_tokens
 from rostra.data.conversations import Conversation, Message
+from rostra.data.encode import ExampleEncoder
 from rostra.data.records import BadRecord
+from rostra.data.sources import BadRecords
 from rostra.data.templates import TEMPLATES
 from rostra.errors import RequestError
 
-END = "<|endoftext|>"
-ENDS = {
-    "alpaca": END,
-    "chatml": "<|im_end|>",
-    "gemma": "<end_of_turn>",
-    "llama3": "<|eot_id|>",
-    "zephyr": END,
-}
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "é": "é"}}}
 TOOLS = ({"type": "function", "function": {"name": "add", "parameters": {}}},)
 
@@ -89,15 +85,29 @@ FOUR = talk(*((turn["role"], turn["content"]) for turn in TALK))
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_named_templates_train_the_answers_and_their_ends(name: str) -> None:
-    made = ChatTemplate.of(name, tokenizer())
-    end = ENDS[name]
-    assert trained(made, FOUR) == [f"Four.{end}", f"Five 😊{end}"]
-    for turn in TALK:
-        assert turn["content"] in made.render(FOUR)
-    assert made.render(FOUR).count(END) == 1 + (2 + 3 * (name == "zephyr")) * (end == END)
-    alone = talk(("user", "Hi"), ("assistant", " Ho \n"))
-    assert trained(made, alone) == [f"Ho{end}"]
+def test_named_templates_are_what_models_know(name: str) -> None:
+    """Texts, what is trained of them, and what asks for an answer."""
+    made, wanted = ChatTemplate.of(name, tokenizer()), expected_text(name)
+    said = ("Be brief.", "Q", "A", "Q2", "A2")
+    turns = [(role, f" {text}\n") for role, text in zip(ROLES, said, strict=True)]
+    if name in NO_SYSTEM:
+        with pytest.raises(BadRecord, match="no place for a system message"):
+            made.render(talk(*turns))
+        turns = turns[1:]
+    assert made.render(talk(*turns)) == wanted.replace("«", "").replace("»", "")
+    assert trained(made, talk(*turns)) == [part.partition("»")[0] for part in wanted.split("«")[1:]]
+    assert made.end_of_turn == end_of(name)
+    before = wanted.rpartition("«")[0].replace("«", "").replace("»", "")
+    asked = made._render([m.values() for m in talk(*turns).messages[:-1]], (), True)
+    assert asked == (before.rstrip(" ") if name in NO_SYSTEM else before)
+    alone = made.render(talk(("user", "Q"), ("assistant", "A")))
+    assert alone.startswith(DEFAULTS.get(name, "")) and ("Be" in alone) is False
+    ids = ExampleEncoder(
+        tokenizer(),
+        section({"type": "chat", "path": ""}, chat_template=name),
+        BadRecords("fail", print),
+    )
+    assert ids.template == made  # whose marks are tokens
 
 
 WORDS = st.text("ab é.,\n<|", max_size=12).filter(str.strip)
@@ -114,7 +124,7 @@ TURNS = st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=3)
 def test_targets_are_the_trained_turns(
     name: str, system: str | None, turns: list[tuple[str, str]], data: st.DataObject
 ) -> None:
-    said = [("system", system)] if system else []
+    said = [("system", system)] if system and name not in NO_SYSTEM else []
     for asked, answered in turns:
         said += [("user", asked), ("assistant", answered)]
     weights = tuple(
@@ -123,14 +133,14 @@ def test_targets_are_the_trained_turns(
     )
     own = {"thinking": THINKING, "blocks": BLOCKS, "late": LATE}
     made = template(own[name]) if name in own else ChatTemplate.of(name, tokenizer())
-    end = ENDS.get(name, "<|im_end|>" if name == "thinking" else END)
+    end = "<|im_end|>" if name == "thinking" else END if name in own else end_of(name)
     expected = []
     for k, ((_, text), weight) in enumerate(zip(said, weights, strict=True)):
         if weight:
             said_so = text if name in ("thinking", "blocks") else text.strip()
-            thinks = (name, k) == ("thinking", len(said) - 1)
-            thought = "<think>\n\n</think>\n\n" if thinks else ""
-            expected.append((thought + said_so + end, weight))
+            thinks = name in ("thinking", "qwen3") and k == len(said) - 1
+            before = "<think>\n\n</think>\n\n" if thinks else " " * (name == "vicuna")
+            expected.append((before + said_so + end, weight))
     found = made.segments(talk(*said, weights=weights))
     assert [(s.text, s.weight) for s in found if s.weight] == expected
 
@@ -172,6 +182,29 @@ def test_inputs_and_other_roles_can_be_trained() -> None:
     )
     both = talk(("user", "Hi"), ("assistant", "Ho"))
     assert trained(made, both, inputs=1.0)[1] == "Ho<|im_end|>"  # a segment, for its end
+
+
+def test_which_ends_are_targets() -> None:
+    made = ChatTemplate.of("chatml", tokenizer())
+    end, turns = "<|im_end|>", FOUR.messages
+    every = trained(made, Conversation(turns, ends="all"))
+    assert every == [end, end, f"Four.{end}", end, f"Five 😊{end}"]
+    assert trained(made, Conversation(turns, ends="last")) == ["Four.", f"Five 😊{end}"]
+    first = (*turns[:4], Message("assistant", "Five 😊", 0.0))
+    assert trained(made, Conversation(first, ends="last")) == [f"Four.{end}"]
+    assert trained(made, Conversation(first, ends="all"))[-1] == end
+
+
+def test_where_a_model_stops() -> None:
+    own = copy.deepcopy(tokenizer())
+    eos = own.eos_token_id
+    assert stop_tokens(own) == [eos]
+    own.chat_template = TEMPLATES["chatml"]
+    assert stop_tokens(own) == sorted([eos, own.convert_tokens_to_ids("<|im_end|>")])
+    own.chat_template = "{% for m in messages %}{{ m.content }}.{% endfor %}"
+    assert stop_tokens(own) == [eos]  # a full stop is no mark
+    own.chat_template = "{{ raise_exception('never') }}"
+    assert stop_tokens(own) == [eos]
 
 
 def test_what_cannot_be_told_apart_is_refused() -> None:
@@ -227,7 +260,7 @@ def test_errors_name_the_jinja_line(tmp_path: Path) -> None:
 def test_where_templates_come_from(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"the tokenizer has no chat template.*chatml"):
         ChatTemplate.of(None, tokenizer())
-    with pytest.raises(RequestError, match=r"'chatlm' is no known template \(alpaca, chatml"):
+    with pytest.raises(RequestError, match=r"'chatlm' is no known template \(alpaca, aya, chatml"):
         ChatTemplate.of("chatlm", tokenizer())
     (tmp_path / "own.jinja").write_text(BLOCKS, "utf-8")
     assert ChatTemplate.of(str(tmp_path / "own.jinja"), tokenizer()).text == BLOCKS

@@ -160,6 +160,10 @@ def test_whose_turns_are_trained(tmp_path: Path) -> None:
     said = {"messages": [{**turn, **more} for turn, more in zip(TALK, extra, strict=True)]}
     assert weights(said) == [0.5, None, 0.0, 1.0, 1.0]
     assert weights(said, train_turns="last", train_roles=["user"])[3:] == [1.0, None]
+    assert weights(said, message_weight="train") == [None, None, 1.0, 1.0, 1.0]
+    (ended,) = contents(tmp_path, "chat", said, message_weight="train", train_ends="last")
+    assert ended.ends == "last"
+    assert ended.messages[2].more == {"weight": 0}  # a key like any other, then
 
 
 def test_preferences(tmp_path: Path) -> None:

@@ -175,5 +175,5 @@ def test_broken_zips_and_empty_books_are_named(tmp_path: Path) -> None:
     assert all(str(tmp_path) in line for line in heard)
     with pytest.raises(RequestError, match=r"1\.zip: broken zip"):
         read(tmp_path)
-    with pytest.raises(RequestError, match="no such folder"):
+    with pytest.raises(RequestError, match="no such file or folder"):
         read(tmp_path / "nowhere")

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rostra.batch import IGNORE, Batch
-from rostra.data.loader import Loader, Samples
+from rostra.data.loader import Loader
+from rostra.data.samples import Samples
 from rostra.data.shards import Shards, open_shard
 from rostra.data.writer import ShardWriter
 from rostra.store import sha256_file
@@ -122,6 +123,7 @@ def test_locate_names_sample_and_documents(folder: Path) -> None:
 
 
 def test_epochs_to_steps(folder: Path) -> None:
-    loader = Loader(Samples(write(folder, [101], 1000), 4, 0, True), 8)
-    assert len(loader.samples) == 25
+    samples = Samples(write(folder, [101], 1000), 4, 0, True)
+    loader = Loader(samples, 8)
+    assert len(samples) == 25
     assert [loader.steps(epochs) for epochs in (0.01, 1, 2, 0.5)] == [1, 4, 7, 2]

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pickle
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,8 @@ from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rostra.batch import IGNORE, Batch
-from rostra.data import Loader, Packed
-from rostra.data.packing import best_fit
+from rostra.data import Loader, Packed, rows
+from rostra.data.rows import Cut, Pieces, best_fit
 from rostra.data.shards import Shards, open_shard
 from rostra.data.writer import ShardWriter
 from rostra.errors import RequestError
@@ -33,13 +35,16 @@ examples = st.lists(
 )
 
 
-def write(folder: Path, examples: Weights, shard_tokens: int = 40) -> Shards:
-    """Examples whose tokens count on, so that every token tells where it is from."""
+def write(folder: Path, examples: Sequence[list[float] | int], shard_tokens: int = 40) -> Shards:
+    """Examples (or documents, of which only the length is given) whose tokens count on, so that
+    every token tells where it is from."""
     writer = ShardWriter(folder, "train", np.uint32, shard_tokens, keep_text=False)
     at = 100
-    for number, weights in enumerate(examples):
-        tokens = np.arange(at, at := at + len(weights), dtype=np.uint32)
-        writer.add(f"e{number}", "", tokens, 0, np.array(weights, dtype=np.float32))
+    for number, each in enumerate(examples):
+        length = each if isinstance(each, int) else len(each)
+        weights = None if isinstance(each, int) else np.array(each, dtype=np.float32)
+        tokens = np.arange(at, at := at + length, dtype=np.uint32)
+        writer.add(f"e{number}", "", tokens, 0, weights)
     writer.close()
     hashes = {shard.file: sha256_file(folder / shard.file) for shard in writer.closed}
     return Shards(writer.closed, lambda name: open_shard(folder / name, hashes[name]))
@@ -53,6 +58,10 @@ def prompts(*lengths: int) -> Weights:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("shards")
+
+
+def closed(name: str) -> Any:
+    raise AssertionError(f"{name} was opened")
 
 
 def whole(samples: Packed) -> Batch:
@@ -108,7 +117,7 @@ def test_samples_hold_every_example_once(
     """Whole, in rows that are not too long, with the labels and weights of its targets."""
     shards = write(folder, examples, shard_tokens)
     starts = (100 + np.cumsum([0, *map(len, examples)])).tolist()
-    expected, weight = [], {}
+    expected, weight = [], dict[int, float]()
     for start, weights in zip(starts, examples, strict=False):
         weight |= {start + k: w for k, w in enumerate(weights)}
         size, step = len(weights), length - 1
@@ -135,9 +144,77 @@ def test_samples_hold_every_example_once(
         longest = max(map(len, expected))
         width = length if full else min(length, -(-longest // 8) * 8)
         assert batch.labels.shape == (len(expected), width)
-    _check_labels(batch, weight, samples.pieces.targets)
+    _check_labels(batch, weight, samples.pieces.counts.targets)
     if policy == "split":  # each target is in one piece, and counts there
         assert batch.targets == sum(w > 0 for weights in examples for w in weights[1:])
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 60), min_size=1, max_size=25),
+    length=st.integers(3, 24),
+    overlap=st.integers(1, 8),
+    packing=st.sampled_from(["best_fit", "chunk"]),
+    shard_tokens=st.integers(1, 200),
+)
+def test_documents_are_cut_only_where_they_must_be(
+    folder: Path, lengths: list[int], length: int, overlap: int, packing: Any, shard_tokens: int
+) -> None:
+    """Every token of a document but its first is a target once; what is repeated is context."""
+    overlap = 1 if packing == "best_fit" else min(overlap, length - 1)
+    shards = write(folder, lengths, shard_tokens)
+    samples = Packed(
+        shards, length, 3, packing=packing, long_examples="split", overlap=overlap, pad=PAD
+    )
+    starts = (100 + np.cumsum([0, *lengths])).tolist()
+    expected = []
+    for start, size in zip(starts, lengths, strict=False):
+        firsts = range(0, max(1, size - overlap), length - overlap)
+        expected += [list(range(start + k, start + min(k + length, size))) for k in firsts]
+    expected = [piece for piece in expected if len(piece) > 1]
+    if not expected:
+        assert len(samples) == 0
+        return
+    batch = whole(samples)
+    assert sorted(pieces_of(batch)) == expected
+    if packing == "chunk":
+        assert len(batch) == len(expected)
+    targets = [start + k for start, n in zip(starts, lengths, strict=False) for k in range(1, n)]
+    assert sorted(batch.labels[batch.labels != IGNORE].tolist()) == targets
+    here = batch.labels != IGNORE
+    assert torch.equal(batch.labels[here], batch.input_ids[here] + 1)
+    assert samples.pieces.counts.targets == len(targets)
+
+
+def test_rows_are_made_once_and_found_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start opens no shard; broken rows are made anew; as they are where none can be kept."""
+    monkeypatch.setattr(rows, "BLOCK_TOKENS", 100)
+    lengths = np.random.default_rng(5).integers(0, 70, 80).tolist()
+    shards = write(tmp_path, lengths, 60)
+
+    cut = Cut(24, long="split")
+    made = Pieces(shards, cut, tmp_path)
+    assert len(made.counts.rows) > 10
+    unkept = Pieces(shards, cut)
+    (kept,) = tmp_path.glob("rows-*")
+    again = pickle.loads(pickle.dumps(Pieces(Shards(shards.counts, closed), cut, tmp_path)))
+    assert made.counts == again.counts == unkept.counts
+
+    def all_rows(pieces: Pieces) -> list[Any]:
+        return [pieces.row(index).tolist() for index in range(len(pieces))]
+
+    assert all_rows(made) == all_rows(again) == all_rows(unkept)
+    firsts = [row[0][0] for row in all_rows(made)]
+    assert firsts == sorted(firsts)  # neighbours lie near each other
+    for name in ("3-pieces.npy", "4-starts.npy", "manifest.json"):
+        content = bytearray((kept / name).read_bytes())
+        content[-40] ^= 1
+        (kept / name).write_bytes(content)
+        assert all_rows(Pieces(shards, cut, tmp_path)) == all_rows(unkept)
+    assert len(list(tmp_path.glob("rows-*"))) == 1
+    assert len(Pieces(shards, Cut(30, long="split"), tmp_path)) < len(made)
 
 
 def _check_labels(batch: Batch, weight: dict[int, float], targets: int) -> None:
@@ -168,8 +245,8 @@ def test_samples_do_not_depend_on_ranks(
     """Over epochs: what ranks read for a step is the step that one would read, and every epoch
     has every sample once."""
     shards = write(folder, examples)
-    loader = Loader(Packed(shards, 30, seed, **options), 6)
-    count = len(loader.samples)
+    samples = Packed(shards, 30, seed, **options)
+    loader, count = Loader(samples, 6), len(samples)
     for step in range(2 * count // 6 + 1):
         alone = loader.batch(6 * step, 6)
         shares = np.array_split(np.arange(6 * step, 6 * step + 6), ranks)
@@ -178,11 +255,9 @@ def test_samples_do_not_depend_on_ranks(
         for name, tensor in alone.tensors().items():
             assert torch.equal(torch.cat([part.tensors()[name] for part in parts]), tensor)
     for epoch in range(3):
-        indices = loader.samples.order(epoch)(np.arange(count))
+        indices = samples.order(epoch)(np.arange(count))
         assert sorted(indices.tolist()) == list(range(count))
-    assert loader.locate(count).documents == loader.samples.document_ids(
-        int(loader.samples.order(1)(0))
-    )
+    assert loader.locate(count).documents == samples.document_ids(int(samples.order(1)(0)))
 
 
 def test_groups_are_of_one_length_in_random_order(folder: Path) -> None:
@@ -214,7 +289,7 @@ def test_long_examples_are_counted_aloud(folder: Path) -> None:
     shards = write(folder, examples)
     said: list[str] = []
     for policy in ("drop", "truncate", "split"):
-        Packed(shards, 10, 0, long_examples=policy, notice=said.append)  # type: ignore[arg-type]
+        Packed(shards, 10, 0, long_examples=policy, notice=said.append)
     assert said == [
         "3 of 5 examples are longer than data.sequence_length (10): left out (data.long_examples)",
         "3 of 5 examples are longer than data.sequence_length (10): truncated (data.long_examples)",

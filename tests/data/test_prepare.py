@@ -20,9 +20,11 @@ from rostra.config import read_config
 from rostra.config.data import DataSection
 from rostra.config.sources import PythonDocsSource
 from rostra.data import Encoder, Prepared, held_out, open_prepared, prepare
+from rostra.data.progress import Progress
 from rostra.data.python_docs import PythonDocsReader
 from rostra.data.sources import BadRecords
 from rostra.errors import RequestError
+from rostra.files import hash_file
 from support import REPOSITORY
 
 Section = Callable[..., DataSection]
@@ -51,7 +53,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_every_document_is_on_its_side_once(corpus: Path, section: Section) -> None:
     (corpus / "again.txt").write_text((corpus / "07.txt").read_text())  # an exact duplicate
     shares: list[float] = []
-    prepared = prepare(section(text(corpus)), None, pytest.fail, shares.append)
+    prepared = prepare(section(text(corpus)), None, pytest.fail, lambda p: shares.append(p.share))
     documents = {path.name: path.read_text() for path in sorted(corpus.iterdir())}
     kept = {
         name: body
@@ -101,14 +103,11 @@ def test_the_second_time_nothing_is_read(
     def fail(*_: object) -> None:
         raise AssertionError("something was read again")
 
-    monkeypatch.setattr("rostra.data.cache.sha256_file", fail)
-    monkeypatch.setattr(sys.modules["rostra.data.prepare"], "_write", fail)
-    monkeypatch.setattr("rostra.data.sources.read_bytes", fail)
+    monkeypatch.setattr("rostra.data.cache.hash_file", fail)
+    monkeypatch.setattr(sys.modules["rostra.data.prepare"], "Preparation", fail)
     assert prepare(section(text(corpus)), None, quiet).key == first.key
     moved = corpus.rename(corpus.with_name("moved"))  # the key is of content, not of place
-    monkeypatch.setattr(
-        "rostra.data.cache.sha256_file", lambda p: sha256(p.read_bytes()).hexdigest()
-    )
+    monkeypatch.setattr("rostra.data.cache.hash_file", hash_file)
     assert prepare(section(text(moved)), None, quiet).key == first.key
 
 
@@ -224,9 +223,9 @@ def test_nothing_held_out_is_said(tmp_path: Path, section: Section) -> None:
 def test_input_that_changes_meanwhile_is_refused(
     corpus: Path, section: Section, tmp_path: Path
 ) -> None:
-    def meddle(share: float) -> None:
-        if share > 0.5:
-            (corpus / "07.txt").write_text(f"{share}")
+    def meddle(progress: Progress) -> None:
+        if progress.share > 0.5:
+            (corpus / "07.txt").write_text(f"{progress.share}")
 
     with pytest.raises(RequestError, match=r"07\.txt: changed while it was read"):
         prepare(section(text(corpus)), None, quiet, meddle)
@@ -238,7 +237,8 @@ def test_many_sources_together(corpus: Path, section: Section, tmp_path: Path) -
     sources = [text(corpus), {"type": "jsonl", "path": str(tmp_path / "a.jsonl")}]
     prepared = prepare(section(*sources, held_out=0.0), None, quiet)
     assert prepared.train.documents == 61
-    assert prepared.train[0].id(60) == "a.jsonl:1"
+    assert [s.source for s in prepared.train.counts] == [0, 1]
+    assert prepared.train[1].id(0) == "a.jsonl:1"
     assert prepared.manifest["sources"][1]["field"] == "text"
 
 
@@ -247,6 +247,7 @@ import errno, json, resource, sys
 from rostra.config.data import DataSection
 from rostra.data import prepare
 from rostra.errors import RequestError
+from rostra.files import hash_file
 data = DataSection.model_validate_json(sys.argv[1])
 limits = [int(limit) for limit in sys.argv[2:]] or [None]
 for limit in limits:
@@ -311,7 +312,7 @@ def test_killed_at_any_moment_and_started_again(
         process = start(data)
         assert process.stdout is not None
         process.stdout.readline()
-        while process.poll() is None and not list(cache.glob(".*.aside")):
+        while process.poll() is None and not list(cache.glob(".work-*")):
             time.sleep(0.001)
         time.sleep(random.uniform(0, 0.9))
         process.kill()

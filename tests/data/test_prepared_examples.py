@@ -78,7 +78,7 @@ def test_examples_lie_whole_and_once_with_their_weights(
     """As the encoder makes them; a document between them has every token as a target."""
     data = section(alpaca, document, prepare={"shard_tokens": 900})
     shares: list[float] = []
-    prepared = prepare(data, None, pytest.fail, shares.append)
+    prepared = prepare(data, None, pytest.fail, lambda p: shares.append(p.share))
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
     train, kept = held(prepared.train), held(prepared.held_out)
@@ -124,7 +124,7 @@ def test_the_key_is_of_what_decides_tokens_and_weights(
         key(held_out=0.3),
     ]
     assert len({first, *others}) == 6
-    monkeypatch.setattr(sys.modules["rostra.data.prepare"], "_write", pytest.fail)
+    monkeypatch.setattr(sys.modules["rostra.data.prepare"], "Preparation", pytest.fail)
     assert key(sequence_length=16, packing="none", group_by_length=True) == first
     assert key(long_examples="split") == first
 

@@ -153,10 +153,11 @@ def test_columns_give_no_keys_that_a_record_lacks(tmp_path: Path) -> None:
 
 
 def test_what_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    pytest.importorskip("datasets")
+    for library in ("huggingface_hub.constants", "datasets.config"):  # read when imported
+        monkeypatch.setattr(f"{library}.HF_HUB_OFFLINE", True)
     with pytest.raises(RequestError, match=r"nothing.json: no such file or folder"):
         records(tmp_path / "nothing.json")
-    pytest.importorskip("datasets")
     with pytest.raises(RequestError, match=r"somebody/nothing: no such dataset could be loaded"):
         records(Path("somebody/nothing"))
     with pytest.raises(RequestError, match=r"'train\[:10\]' is a slice"):

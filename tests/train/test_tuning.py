@@ -10,13 +10,17 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from runs import of_kind
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from ranks import Ranks
 from rostra import RequestError, Run
 from rostra.adapt.quantized_weights import QuantizedWeights
 from rostra.data import train_tokenizer
 from rostra.events import Event
+from rostra.generate import Sampling, all_stops, generate_text, load_for_generation
+from rostra.train.finish import Evaluator
 
 Values = Callable[..., dict[str, Any]]
 WORDS = "the sun rose over a quiet harbour while small boats went out to sea again".split()
@@ -166,6 +170,72 @@ def test_every_way_learns(values: Values, sections: dict[str, Any]) -> None:
     summary = Run.open(asked).train([listen])
     assert losses[-1] < losses[0] - 0.005
     assert summary["eval_loss"] < losses[0]
+
+
+SPOKEN = {"every": 6, "prompt": "Say word 3.", "prompt_tokens": 4}
+SPEAKING: list[tuple[int, dict[str, Any]]] = [
+    (1, {"adapter": {"kind": "prompt", "rank": 8, "virtual_tokens": 4}}),
+    (1, {"adapter": {"kind": "prefix", "rank": 8, "virtual_tokens": 4}}),
+    (2, {"adapter": {"kind": "prefix", "rank": 8, "virtual_tokens": 4}, "parallel": {"shard": 2}}),
+    (2, {"parallel": {"shard": 2, "sharding": "full_shard", "engine": "deepspeed"}}),
+]
+
+
+def spoken(asked: dict[str, Any]) -> list[str]:
+    """What a run's model writes after its last step, by itself and as it is saved."""
+    torch.set_num_threads(1)
+    run = Run.open(asked)
+    with pytest.MonkeyPatch.context() as patch:
+        likeliest = lambda self, tokens: Sampling(tokens, temperature=0)  # noqa: E731
+        patch.setattr(Evaluator, "_sampling", likeliest)
+        final = run.train()["generated"]
+    during = of_kind(run.path, "generation")[0]
+    assert (during["step"], during["prompt"]) == (6, "Say word 3.")
+    return [during["text"], final]
+
+
+@pytest.mark.parametrize(("count", "sections"), SPEAKING, ids=str)
+def test_text_while_training_is_the_saved_adapters(
+    values: Values, count: int, sections: dict[str, Any], ranks: Ranks
+) -> None:
+    """Virtual tokens come first, weights lie in parts; peft reads what was saved."""
+    asked = values(**sections, evaluate=SPOKEN, optimizer={"learning_rate": 0.1})
+    (during, final), *_ = ranks.run(count, spoken, asked) if count > 1 else [spoken(asked)]
+    assert len(during) > 3
+    assert final.startswith(during)
+
+
+def test_grown_and_frozen_adapters_act_when_loaded(values: Values) -> None:
+    grown = values("grown", data={"tokenizer": {"added": ["<|step|>"]}})
+    Run.open(grown).train()
+    frozen = Run.open(values("frozen"))
+    frozen.train()
+    on_top = {"frozen": [str(frozen.path / "adapter")]}
+    both = values("both", adapter=on_top)
+    Run.open(both).train()
+    for asked in (grown, both):
+        run = Run.open(asked)
+        loaded, _ = load_for_generation(str(run.path))
+        merged = run.merge(notice=lambda _: None)
+        model = AutoModelForCausalLM.from_pretrained(run.path / "model", dtype=torch.float32)
+        assert (logits(loaded) - logits(model)).abs().max() <= merged["rounding_bound"]
+    prompt = Run.open(values("prompt", adapter={"kind": "prompt", "rank": 8, **on_top}))
+    prompt.train()
+    assert isinstance(prompt.generate("Say word 3."), str)
+
+
+def test_a_model_stops_at_the_end_of_its_turn(values: Values, folder: Path) -> None:
+    model, tokenizer = load_for_generation(str(folder / "base"))
+    likeliest = Sampling(12, temperature=0)
+    ids = tokenizer("<|endoftext|>Say", return_tensors="pt").input_ids
+    written = model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :].tolist()
+    end = written[5]
+    name = tokenizer.convert_ids_to_tokens(end)
+    tokenizer.add_special_tokens({"extra_special_tokens": [name]})
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}" + name + "{% endfor %}"
+    before = tokenizer.decode(written[: written.index(end)], skip_special_tokens=True)
+    assert generate_text(model, tokenizer, "Say", likeliest) == before
+    assert all_stops(model.generation_config, tokenizer) == [tokenizer.eos_token_id, end]
 
 
 def test_bad_requests_are_refused(values: Values, folder: Path, tmp_path: Path) -> None:

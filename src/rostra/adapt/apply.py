@@ -16,6 +16,7 @@ from rostra.adapt.lora import (
     ia3_config,
     inject,
     lora_config,
+    misses_linear,
     named_modules,
     peft,
 )
@@ -45,7 +46,7 @@ def add_adapter(
     saved = None
     if section.pretrained is not None:
         saved = read_adapter(section.pretrained, "adapter.pretrained")
-        _check_agreement(section, saved)
+        _check_agreement(section, saved, model)
     frozen = tuple(read_adapter(path, "adapter.frozen") for path in section.frozen)
     _check_frozen(section, frozen)
     config = saved.config if saved is not None else _config(section, model)
@@ -159,17 +160,20 @@ _SAME = {
 }
 
 
-def _check_agreement(section: AdapterTable, saved: SavedAdapter) -> None:
+def _check_agreement(section: AdapterTable, saved: SavedAdapter, model: PreTrainedModel) -> None:
     """Refuse a section that says something else than the saved adapter. Dropout may change."""
+    config = saved.config
     found: dict[str, Any] = {"kind": saved.kind}
-    found |= {ours: getattr(saved.config, theirs, None) for ours, theirs in _SAME.items()}
+    found |= {ours: getattr(config, peft) for ours, peft in _SAME.items() if hasattr(config, peft)}
     for ours, theirs in (("targets", "target_modules"), ("modules_to_save", "modules_to_save")):
-        value = getattr(saved.config, theirs, None) or ()
+        value = getattr(config, theirs, None) or ()
         found[ours] = value if isinstance(value, str) else tuple(sorted(value))
-    for key in section.model_fields_set & found.keys():
+    if section.targets == "all-linear" and not misses_linear(config, model):
+        del found["targets"]
+    for key in sorted(section.model_fields_set & found.keys()):
         asked = getattr(section, key)
         asked = tuple(sorted(asked)) if isinstance(asked, tuple) else asked
-        if asked != found[key] and asked != "all-linear":
+        if asked not in (found[key], None):
             raise RequestError(
                 f"adapter.{key} = {asked}: the saved adapter {saved.path} has {found[key]}; "
                 f"leave adapter.{key} out, or adapter.pretrained"

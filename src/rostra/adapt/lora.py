@@ -66,6 +66,8 @@ def ia3_config(section: AdapterTable, model: PreTrainedModel) -> Any:
             "the projections to keys and values, and the last of the MLP"
         )
     named = _targets(tuple(known[family]) if targets is None else targets, model)
+    if isinstance(named, str):
+        named = sorted(targeted(named, model, pattern=True))
     return peft().IA3Config(
         task_type="CAUSAL_LM",
         target_modules=named,
@@ -80,17 +82,43 @@ def _transposed(model: PreTrainedModel) -> bool:
     return any(isinstance(module, Conv1D) for module in model.modules())
 
 
-def _targets(asked: str | tuple[str, ...], model: PreTrainedModel) -> list[str]:
-    """The last parts of the names of all linear layers but the head, or what was `asked` for."""
-    if isinstance(asked, tuple):
-        return sorted(asked)
+def _targets(asked: str | tuple[str, ...], model: PreTrainedModel) -> list[str] | str:
+    """What was `asked` for, as peft takes it; of all-linear, the last parts of the names."""
+    if asked == "all-linear":
+        return sorted({name.rpartition(".")[2] for name in _linear(model)})
+    return asked if isinstance(asked, str) else sorted(asked)
+
+
+def _linear(model: PreTrainedModel) -> list[str]:
+    """The names of all linear layers but the head."""
     head = model.get_output_embeddings()
-    linear = [
+    return [
         name
         for name, module in model.named_modules()
         if isinstance(module, (nn.Linear, Conv1D)) and module is not head
     ]
-    return sorted({name.rpartition(".")[2] for name in linear})
+
+
+def targeted(target: str, model: nn.Module, pattern: bool) -> dict[str, nn.Module]:
+    """The modules that a target names: by the last parts of their names, or by a `pattern` of
+    whole names.
+
+    Raises: RequestError for what is no pattern.
+    """
+    if not pattern:
+        return named_modules(model, target)
+    try:
+        return {name: m for name, m in model.named_modules() if re.fullmatch(target, name)}
+    except re.error as error:
+        raise RequestError(f"adapter.targets: {target!r} is no pattern: {error}") from error
+
+
+def misses_linear(config: Any, model: PreTrainedModel) -> bool:
+    """Whether the targets of a saved adapter leave out a linear layer of the model."""
+    targets: Any = config.target_modules or ()
+    pattern = isinstance(targets, str)
+    found = {n for t in ([targets] if pattern else targets) for n in targeted(t, model, pattern)}
+    return not found.issuperset(_linear(model))
 
 
 def named_modules(model: nn.Module, part: str) -> dict[str, nn.Module]:
@@ -126,13 +154,13 @@ def check_targets(config: Any, model: PreTrainedModel, whence: str) -> None:
     says where they are written."""
     targets = config.target_modules
     own = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
-    for target in [targets] if isinstance(targets, str) else sorted(targets):
-        found = named_modules(model, target)
-        if isinstance(targets, str):  # of a saved adapter: a pattern of whole names
-            found = {name: m for name, m in model.named_modules() if re.fullmatch(target, name)}
+    pattern = isinstance(targets, str)
+    for target in [targets] if pattern else sorted(targets):
+        found = targeted(target, model, pattern)
         if not found:
+            what = "matches the whole name of" if pattern else "names"
             raise RequestError(
-                f"{whence}: {target!r} names no module of a {type(model).__name__}; its linear "
+                f"{whence}: {target!r} {what} no module of a {type(model).__name__}; its linear "
                 f"layers are {', '.join(_targets('all-linear', model))}"
             )
         for name, module in found.items():
@@ -187,6 +215,10 @@ def inject(model: PreTrainedModel, config: Any, name: str, drops: bool) -> None:
         # of what is right: a second adapter, and a fan_in_fan_out that fits no layer of a target
         warnings.simplefilter("ignore", UserWarning)
         peft().inject_adapter_in_model(config, model, name, low_cpu_mem_usage=on_meta)
+    for module in model.modules():
+        if hasattr(module, "cast_input_dtype_enabled"):
+            # Autocast casts what enters a product; cast to float32 before, it would be kept twice.
+            module.cast_input_dtype_enabled = False
 
 
 def activate(model: PreTrainedModel, names: Iterable[str]) -> None:

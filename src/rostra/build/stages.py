@@ -63,7 +63,8 @@ def place_stage(
     last: bool,
 ) -> Stage:
     """The transforms of one stage, in their order, on a model that is cut already."""
-    isolate, chunk = config.data.isolate_documents, config.train.loss_chunk
+    isolate = config.data.isolate_documents
+    chunk = config.train.loss_chunk or loss_chunk(model.config.get_text_config().vocab_size)
     prefix = layout.adapter == "prefix"
     inputs: Inputs = partial(whole_inputs, isolate=isolate, prefix=prefix)
     head = output_head(model) if splits and last else None
@@ -93,6 +94,12 @@ def place_stage(
     if layout.engine == "torch" and layout.sharding in SHARDED and mesh.grid is not None:
         shard(stage, own_layers(model), mesh, layout)
     return stage
+
+
+def loss_chunk(vocabulary: int) -> int:
+    """Positions whose logits fit into 32 MB of float32, four of which exist at once; more make
+    no product quicker."""
+    return max(1, min(1024, (1 << 23) // vocabulary))
 
 
 def drops_by_key(layout: Layout) -> bool:

@@ -23,7 +23,11 @@ TYPES = {
 }
 FORMATS = {"json": "json", "csv": "csv", "parquet": "parquet", "arrow": "dataset"}
 ENDINGS = {".json", ".jsonl", ".csv", ".parquet"}
-TEMPLATES = ("alpaca", "chatml", "gemma", "llama3", "zephyr")  # those of data.chat_template
+TEMPLATES = (  # those of data.chat_template
+    "alpaca aya chatml cohere deepseek_v2 deepseek_v3 exaone gemma gemma3 llama3 llama4 "
+    "mistral_v1 mistral_v2v3 mistral_v3_tekken mistral_v7_tekken phi_3 phi_35 phi_4 qwen3 "
+    "qwen_25 vicuna zephyr"
+).split()
 ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "input": "user"}
 
 
@@ -121,7 +125,9 @@ def properties(part: Part, key: str, value: Any) -> None:
     for name, column in value.items():
         if name in ("role", "content"):
             part.set(key, name, column)
-        elif name != column:
+        elif name == column:
+            part.merge(key, f"`{name}` is read under its own name anyway")
+        else:
             part.refuse(key, f"`{name}` is read under its own name; rename `{column}` to it")
 
 
@@ -150,10 +156,14 @@ def roles_to_train(part: Part, key: str, value: Any) -> None:
 
 
 def train_on_end(part: Part, key: str, value: Any) -> None:
-    if value == "turn":
-        part.needless(key, "a trained turn's end is always trained")
+    """One mark ends a turn here: what Axolotl calls eos or eot."""
+    other = part.values.get("train_on_eos" if key == "train_on_eot" else "train_on_eot")
+    if value not in ("turn", "all", "last"):
+        part.refuse(key, f"no ends {value!r} here; known: turn, all, last")
+    elif other not in (None, value):
+        part.refuse(key, "train_on_eos and train_on_eot differ, and one mark ends a turn here")
     else:
-        part.refuse(key, f"{value!r}: here the end of each trained turn is trained; write turn")
+        part.set(key, "train_ends", value)
 
 
 def template(part: Part, key: str, value: Any) -> None:
@@ -181,7 +191,14 @@ def template(part: Part, key: str, value: Any) -> None:
     elif part.into.config.get("data", {}).get("chat_template", name) != name:
         part.refuse(key, "another template is set already, and one stands for all data")
     else:
-        part.put(key, "data.chat_template", name)
+        part.put(key, "data.chat_template", name, DEFAULT_SYSTEM.get(name, ""))
+
+
+# Templates that in Axolotl begin with a system text of their own, and here with none.
+DEFAULT_SYSTEM = dict.fromkeys(
+    ("mistral_v7_tekken", "phi_4"),
+    "without the system text that Axolotl makes up where a conversation has none",
+)
 
 
 def _only(kind: str, rule: Rule) -> Rule:
@@ -209,7 +226,7 @@ _CHAT: dict[str, Rule] = {
     "chat_template_jinja": template,
     "conversation": template,
     "field_tools": same_as("tools", "tools are read from"),
-    "message_field_training": same_as("train", "a message says that it is trained in"),
+    "message_field_training": named("message_weight"),
     "field_thinking": thinking,
     "template_thinking_key": thinking,
 }

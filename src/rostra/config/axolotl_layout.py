@@ -36,12 +36,13 @@ def deepspeed(part: Part, key: str, value: Any) -> None:
     if not value:
         part.needless(key, "switched off")
         return
+    if isinstance(value, dict):
+        part.refuse(key, "write this block to a JSON file, and name that")
+        return
     name = Path(str(value)).name.lower().removesuffix(".json")
     beside = Path(part.into.name).parent / str(value)
     file = next((path for path in (Path(str(value)), beside) if path.is_file()), None)
-    if isinstance(value, dict):
-        part.refuse(key, "write this block to a JSON file, and name that")
-    elif part.on("fsdp") or part.on("fsdp_config"):
+    if part.on("fsdp") or part.on("fsdp_config"):
         part.refuse(key, "fsdp is given too; keep one of them")
     elif file is not None:
         part.put(key, "parallel.engine", "deepspeed")
@@ -104,7 +105,13 @@ def sharding_strategy(part: Part, key: str, value: Any) -> None:
 def reshard(part: Part, key: str, value: Any) -> None:
     """False keeps parameters whole from the forward pass on: what SHARD_GRAD_OP does."""
     name = STRATEGIES.get(str(value).upper(), "full_shard" if value else "shard_grad_op")
-    part.put(key, "parallel.sharding", name)
+    hybrid = part.into.config.get("parallel", {}).get("sharding") == "hybrid_shard"
+    if hybrid and name in ("full_shard", "hybrid_shard"):
+        part.merge(key, "as parallel.sharding = hybrid_shard does")
+    elif hybrid:
+        part.refuse(key, "hybrid_shard gathers parameters again for the backward pass; remove it")
+    else:
+        part.put(key, "parallel.sharding", name)
 
 
 def offload_params(part: Part, key: str, value: Any) -> None:
@@ -128,7 +135,8 @@ def wrap(part: Part, key: str, value: Any) -> None:
 
 def mixed_precision(part: Part, key: str, value: Any) -> None:
     asked = part.into.config.get("precision", {}).get("compute", "auto")
-    if value in ("bf16", "bfloat16", "fp16", "fp32") and asked in ("auto", value, f"{value}16"):
+    short = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(value, value)
+    if short in ("bf16", "fp16", "fp32") and asked in ("auto", short):
         part.needless(key, "precision.compute says it")
     else:
         part.refuse(key, f"precision.compute is {asked}; say bf16 or fp16 at the top")

@@ -100,6 +100,8 @@ def quantized(part: Part, key: str, value: Any) -> None:
         part.refuse(key, "weights of a few bits cannot be trained; add an adapter, or remove it")
     elif key == "load_in_8bit" and part.on("load_in_4bit"):
         part.refuse(key, "load_in_4bit is set too; keep one of them")
+    elif key == "load_in_8bit" and part.values.get("adapter") == "qlora":
+        part.refuse(key, "adapter: qlora has a 4-bit base; write adapter: lora for one of 8 bits")
     else:
         part.put(key, "quantization.kind", "int8" if key == "load_in_8bit" else _four_bits(part))
 
@@ -164,8 +166,13 @@ def target_modules(part: Part, key: str, value: Any) -> None:
         part.needless(key, NO_ADAPTER)
     elif value == "all-linear" or not value:
         part.put(key, "adapter.targets", "all-linear")
-    elif not all(re.fullmatch(r"[\w.]+", str(name)) for name in names):
-        part.refuse(key, "a pattern; adapter.targets takes the names of modules: list them")
+    elif isinstance(value, str) and not re.fullmatch(r"[\w.]+", value):
+        if part.on("lora_target_linear"):
+            part.refuse(key, "a pattern, and lora_target_linear is on too; keep one of them")
+        else:
+            part.put(key, "adapter.targets", value, "a pattern of whole names")
+    elif odd := [name for name in names if not re.fullmatch(r"[\w.]+", str(name))]:
+        part.refuse(key, f"{odd[0]!r} is a pattern in a list; give one pattern, or names alone")
     elif not part.on("lora_target_linear"):
         part.put(key, "adapter.targets", names)
     elif odd := [name for name in names if re.search("embed|head|wte", name)]:

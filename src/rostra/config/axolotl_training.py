@@ -178,7 +178,9 @@ def save_steps(part: Part, key: str, value: Any) -> None:
 
 def _every(part: Part, key: str, value: Any, path: str) -> None:
     number = part.number(key, value)
-    if number is None or number == 0:
+    if number is None:
+        return
+    if number == 0:
         part.needless(key, "0: only at the end")
     elif number >= 1:
         part.put(key, path, int(number))

@@ -42,11 +42,16 @@ class DataSection(Section):
     tokenizer: TokenizerTable = TokenizerTable()
     sequence_length: Count = 512
     isolate_documents: bool = Field(True, description="attention never crosses a document's end")
-    packing: Literal["auto", "concatenate", "best_fit", "none"] = Field(
+    packing: Literal["auto", "concatenate", "best_fit", "chunk", "none"] = Field(
         "auto",
-        description="how samples are filled: documents run on (concatenate), whole examples are "
-        "fitted in (best_fit), or one example a sample (none); auto is best_fit for examples, "
-        "concatenate for documents",
+        description="how samples are filled: documents run on (concatenate); whole documents or "
+        "examples are fitted in (best_fit); each document is cut into windows (chunk); one "
+        "example a sample (none); auto is best_fit for examples, concatenate for documents",
+    )
+    chunk_overlap: Count = Field(
+        1,
+        description="packing chunk: tokens that a window repeats of the one before; they are "
+        "context there, no targets",
     )
     group_by_length: bool = Field(
         False, description="packing none: examples of about one length make a step"
@@ -61,6 +66,10 @@ class DataSection(Section):
     held_out: Fraction = Field(0.05, description="share of documents kept for evaluation, by hash")
     on_bad_record: Literal["fail", "skip"] = "fail"
     cache: str | None = Field(None, description="folder of shards; ~/.cache/rostra when not given")
+    streaming: bool = Field(
+        False,
+        description="train straight from the sources, tokenized on the way, without preparing them",
+    )
     clean: CleanTable = CleanTable()
     duplicates: DuplicatesTable = DuplicatesTable()
     prepare: PrepareTable = PrepareTable()
@@ -72,23 +81,86 @@ class DataSection(Section):
         return any(isinstance(source, ExampleSource) for source in self.sources)
 
     @property
-    def packed(self) -> Literal["concatenate", "best_fit", "none"]:
+    def packed(self) -> Literal["concatenate", "best_fit", "chunk", "none"]:
         """`packing`, decided."""
         if self.packing == "auto":
             return "best_fit" if self.examples else "concatenate"
         return self.packing
 
+    @property
+    def weighted(self) -> bool:
+        """Whether samples are a mixture of the sources by weight."""
+        return self.sources[0].weight is not None
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> Self:
+        names = [source.name or f"{source.type}:{k}" for k, source in enumerate(self.sources)]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"two sources have the name {twice[0]!r}; each needs one of its own")
+        return self
+
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
-        if self.packing == "concatenate" and self.examples:
+        if self.packing in ("concatenate", "chunk") and self.examples:
             raise ValueError("examples do not run on; set `packing: best_fit` or `none`")
-        if self.packing in ("best_fit", "none") and not self.examples:
-            raise ValueError(f"`packing: {self.packing}` is for examples; documents run on")
+        if self.packing == "none" and not self.examples:
+            raise ValueError(
+                "`packing: none` is for examples; set `concatenate`, `best_fit` or `chunk`"
+            )
         if self.packed == "best_fit" and not self.isolate_documents:
             raise ValueError(
-                "`packing: best_fit` keeps examples apart; leave `isolate_documents` true, or set "
-                "`packing: none`"
+                "`packing: best_fit` keeps documents and examples apart; leave "
+                "`isolate_documents` true, or set another packing"
             )
         if self.group_by_length and self.packed != "none":
             raise ValueError("`group_by_length` is for examples with `packing: none`")
+        return self
+
+    @model_validator(mode="after")
+    def _streams(self) -> Self:
+        if not self.streaming:
+            return self
+        refused = {
+            "has no place for examples yet; leave it false": self.examples,
+            "cannot find duplicates, as not all documents are known; set `duplicates.find: none`, "
+            "or leave `streaming` false": self.duplicates.find != "none",
+            "lets documents run on; set `packing: concatenate`": self.packed != "concatenate",
+            "has its own order; leave `load.shuffle` global": self.load.shuffle != "global",
+            "tokenizes with all cores in one process; set `load.workers: 0`": self.load.workers > 0,
+            "does not know how long an epoch is; leave out `epochs` of sources": any(
+                source.epochs is not None for source in self.sources
+            ),
+        }
+        for why, found in refused.items():
+            if found:
+                raise ValueError(f"`streaming` {why}")
+        return self
+
+    @model_validator(mode="after")
+    def _chunks(self) -> Self:
+        if self.chunk_overlap > 1 and self.packing != "chunk":
+            raise ValueError("`chunk_overlap` is for `packing: chunk`")
+        if self.packing == "chunk" and self.chunk_overlap >= self.sequence_length:
+            raise ValueError(
+                f"chunk_overlap ({self.chunk_overlap}) leaves nothing new in a window of "
+                f"sequence_length ({self.sequence_length})"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _mixture(self) -> Self:
+        weights = [source.weight for source in self.sources]
+        if any(w is None for w in weights) and any(w is not None for w in weights):
+            raise ValueError(
+                f"sources.{weights.index(None)}: has no `weight`, and others have; give all "
+                "sources one, or none"
+            )
+        if self.weighted and not any(weights):
+            raise ValueError("sources: every `weight` is 0; raise one")
+        if not self.weighted and any(source.epochs is not None for source in self.sources):
+            raise ValueError("sources: `epochs` needs a `weight` for every source")
+        if self.weighted and self.group_by_length:
+            raise ValueError("`group_by_length` does not go with weights of sources")
+        if self.load.shuffle != "global" and self.group_by_length:
+            raise ValueError("`group_by_length` decides the order; leave load.shuffle global")
         return self

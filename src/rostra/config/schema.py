@@ -85,7 +85,11 @@ class TrainSection(Section):
     neftune_alpha: Annotated[float, Field(gt=0)] | None = Field(
         None, description="noise on the embeddings (NEFTune)"
     )
-    loss_chunk: Count = Field(1024, description="positions whose logits exist at once")
+    loss_chunk: Count | None = Field(
+        None,
+        description="positions whose logits exist at once; when not given, as many as make 8 "
+        "million of them, at the most 1024",
+    )
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:
@@ -202,6 +206,11 @@ class MemorySection(Section):
     optimizer_in_backward: bool = Field(
         False, description="update each parameter as soon as its gradient is there"
     )
+    keep_freed: bool | Literal["auto"] = Field(
+        "auto",
+        description="on the CPU, hold on to freed memory for the next step: faster, and up to half "
+        "more is resident; auto: unless an adapter trains",
+    )
 
 
 class StabilitySection(Section):
@@ -302,6 +311,11 @@ class Config(Section):
                 f"adapter.kind = {self.adapter.kind}: learned positions stand before examples, and "
                 "data.sources has documents that run on; use lora, or a source of examples such "
                 "as `completion`"
+            )
+        if self.data.streaming and self.train.epochs is not None:
+            raise ValueError(
+                "train.epochs: nobody knows how long an epoch of data.streaming is; give "
+                "train.steps or train.tokens"
             )
         if self.data.held_out == 0 and self.evaluate.every is not None:
             raise ValueError("evaluate.every needs held-out documents; data.held_out is 0")

@@ -9,7 +9,22 @@ from pydantic import Field
 from rostra.config.base import Section
 
 
-class TextSource(Section):
+class SourceSection(Section):
+    """What every source may have, beside what its type has: a name, its share of the samples."""
+
+    name: Annotated[str, Field(min_length=1)] | None = Field(
+        None, description="in messages, metrics and ids; `type:index` when not given"
+    )
+
+    weight: Annotated[float, Field(ge=0)] | None = Field(
+        None, description="share of the samples, relative to the other sources'; all or none"
+    )
+    epochs: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="with weights: how often it is seen at the most, then the others go on"
+    )
+
+
+class TextSource(SourceSection):
     """Text files: one document a file."""
 
     type: Literal["text"]
@@ -17,28 +32,89 @@ class TextSource(Section):
     encoding: str = "utf-8"
 
 
-class GutenbergSource(Section):
+class GutenbergSource(SourceSection):
     """A Project Gutenberg dump: .txt and .zip, one document a book, licence text removed."""
 
     type: Literal["gutenberg"]
     path: str = Field(description="the folder of the dump, or one book")
 
 
-class JsonlSource(Section):
-    """JSON lines: one document a line."""
+class FieldsSource(SourceSection):
+    """Documents that are records: the text under one key, the rest is metadata."""
+
+    field: str = Field("text", description="the key that holds the text")
+    id_field: str | None = Field(
+        None, description="the key of a document's id; file and place when not given"
+    )
+
+
+class JsonlSource(FieldsSource):
+    """JSON lines, plain, gzip or zstd: one document a line."""
 
     type: Literal["jsonl"]
-    path: str = Field(description="a file, a folder (all .jsonl below it), or a glob")
-    field: str = Field("text", description="the key that holds the text")
+    path: str = Field(description="a file, a folder (all .jsonl and the like below it), or a glob")
 
 
-class PythonDocsSource(Section):
+class ParquetSource(FieldsSource):
+    """Parquet: one document a row; only the columns that are named are read."""
+
+    type: Literal["parquet"]
+    path: str = Field(description="a file, a folder (all .parquet below it), or a glob")
+    metadata: tuple[str, ...] = Field((), description="columns that are kept as metadata")
+
+
+class CsvSource(FieldsSource):
+    """CSV with a header, plain, gzip or zstd: one document a row."""
+
+    type: Literal["csv"]
+    path: str = Field(description="a file, a folder (all .csv and .tsv below it), or a glob")
+    delimiter: Annotated[str, Field(min_length=1, max_length=1)] = Field(
+        ",", description="between the columns"
+    )
+
+
+class DatasetSource(FieldsSource):
+    """A dataset of the datasets library: a folder that it saved, or one of the hub, streamed."""
+
+    type: Literal["dataset"]
+    path: str = Field(description="a folder of save_to_disk, or a hub id")
+    subset: str | None = Field(None, description="its configuration's name")
+    split: str = Field("train", description="which split of it")
+
+
+class WebDatasetSource(FieldsSource):
+    """WebDataset: tar files, plain, gzip or zstd; one document a key, from .txt or .json."""
+
+    type: Literal["webdataset"]
+    path: str = Field(description="a file, a folder (all .tar and the like below it), or a glob")
+
+
+class TfrecordSource(FieldsSource):
+    """TFRecord files of tf.train.Example, plain, gzip or zstd: one document a record."""
+
+    type: Literal["tfrecord"]
+    path: str = Field(description="a file, a folder (all .tfrecord below it), or a glob")
+
+
+class PythonDocsSource(SourceSection):
     """The standard library of the running Python: documentation topics and sources."""
 
     type: Literal["python_docs"]
 
 
-class RecordsSource(Section):
+class TokensSource(SourceSection):
+    """Documents of token ids, made with the tokenizer of the config."""
+
+    type: Literal["tokens"]
+    path: str = Field(description="a file, a folder, or a glob; for megatron also a prefix")
+    format: Literal["arrow", "parquet", "webdataset", "megatron", "mds"]
+    field: str = Field("tokens", description="the column or tar member that holds the ids")
+    dtype: (
+        Literal["uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"] | None
+    ) = Field(None, description="of ids that are plain bytes, as MDS and WebDataset may have them")
+
+
+class RecordsSource(SourceSection):
     """Records: of JSON, JSON lines, Parquet or CSV files, a folder of the datasets library, or
     a dataset of the hub."""
 
@@ -71,6 +147,16 @@ class ChatSource(RecordsSource):
     )
     train_roles: tuple[str, ...] = Field(("assistant",), description="whose turns are targets")
     train_turns: Literal["all", "last"] = Field("all", description="which of these turns")
+    train_ends: Literal["turn", "all", "last"] = Field(
+        "turn",
+        description="which marks of a turn's end are targets: those of trained turns, of all "
+        "turns, or the last one's",
+    )
+    message_weight: str | None = Field(
+        None,
+        description="key of a message's own loss weight, a number, or true or false; "
+        "`loss_weight`, `weight` or `train` when not given",
+    )
 
 
 class CompletionSource(RecordsSource):
@@ -125,7 +211,18 @@ class TokenizedSource(RecordsSource):
     type: Literal["tokenized"]
 
 
-DocumentSource = TextSource | GutenbergSource | JsonlSource | PythonDocsSource
+DocumentSource = (
+    TextSource
+    | GutenbergSource
+    | JsonlSource
+    | ParquetSource
+    | CsvSource
+    | DatasetSource
+    | WebDatasetSource
+    | TfrecordSource
+    | PythonDocsSource
+    | TokensSource
+)
 ExampleSource = (
     AlpacaSource
     | ChatSource

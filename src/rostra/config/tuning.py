@@ -27,10 +27,10 @@ class AdapterTable(Section):
         16, description="lora: the update counts alpha / rank times"
     )
     dropout: Fraction = Field(0.0, description="lora: of what enters the update")
-    targets: Literal["all-linear"] | tuple[str, ...] | None = Field(
+    targets: str | tuple[str, ...] | None = Field(
         None,
-        description="lora, ia3: names of modules; all-linear is every layer but the head, and "
-        "lora's default",
+        description="lora, ia3: names of modules, or one pattern of their whole names; all-linear "
+        "is every layer but the head, and lora's default",
     )
     rslora: bool = Field(False, description="lora: alpha / sqrt(rank) times instead")
     dora: bool = Field(False, description="lora: magnitudes are trained beside directions")

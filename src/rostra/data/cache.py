@@ -16,16 +16,24 @@ from typing import Any
 from rostra.config.data import DataSection
 from rostra.data.sources import Part
 from rostra.errors import RequestError
-from rostra.store import sha256_file, write_json
+from rostra.files import hash_file, is_url
+from rostra.store import write_json
 
 # A file that changed less than this ago may change again without its times telling.
 _FRESH_NS = 2_000_000_000
 
 
 def cache_folder(data: DataSection) -> Path:
-    """`data.cache`, else ROSTRA_CACHE, else ~/.cache/rostra."""
-    named = data.cache or os.environ.get("ROSTRA_CACHE") or "~/.cache/rostra"
+    """The local one: `data.cache`, else (or if that is a URL) ROSTRA_CACHE, else
+    ~/.cache/rostra."""
+    named = data.cache if data.cache and not is_url(data.cache) else None
+    named = named or os.environ.get("ROSTRA_CACHE") or "~/.cache/rostra"
     return Path(named).expanduser()
+
+
+def cache_place(data: DataSection) -> str:
+    """Where prepared data is kept: a path, or the URL of `data.cache`."""
+    return data.cache if data.cache and is_url(data.cache) else str(cache_folder(data))
 
 
 def digest(value: Any) -> str:
@@ -34,7 +42,9 @@ def digest(value: Any) -> str:
 
 
 class ContentHashes:
-    """SHA-256 of parts; a memo of files by size and times spares reading unchanged ones again."""
+    """Names for the content of parts: the SHA-256 of a local file, with a memo by size and times
+    that spares reading unchanged ones again; of a remote one, the version that its store gives.
+    """
 
     def __init__(self, memo: Path) -> None:
         self._path = memo
@@ -45,23 +55,32 @@ class ContentHashes:
                 self._old = kept["files"]
         self._new: dict[str, list[Any]] = {}
         self._started = time.time_ns()
-        self.fingerprints: list[tuple[Part, tuple[int, int, int] | None]] = []
+        self._found: dict[str, str | None] = {}  # of files: many parts may be of one
+        self._fingerprints: dict[str, tuple[Part, Any]] = {}
 
     def hash(self, part: Part) -> str | None:
-        """The hash of a part's file; None when it cannot be read (reading it will say why)."""
+        """The name of a part's file; None when it cannot be read (reading it will say why)."""
+        file = part.file.url
+        if file not in self._found:
+            self._found[file] = self._hash(part)
+        return self._found[file]
+
+    def _hash(self, part: Part) -> str | None:
         fingerprint = part.fingerprint()
-        self.fingerprints.append((part, fingerprint))
+        self._fingerprints[part.file.url] = part, fingerprint
         if fingerprint is None:
             return None
-        path = str(part.path.absolute())
+        if part.file.local is None and part.file.version:  # no other version can be read
+            return digest([part.file.size, part.file.version])
+        path = part.file.url if part.file.local is None else str(part.file.local.absolute())
         if (known := self._old.get(path)) and known[:-1] == list(fingerprint):
             sha256 = str(known[-1])
         else:
             try:
-                sha256 = sha256_file(part.path)
+                sha256 = hash_file(part.file)
             except OSError:
                 return None
-        if max(fingerprint[1:]) < self._started - _FRESH_NS:
+        if part.file.local and max(map(int, fingerprint[1:])) < self._started - _FRESH_NS:
             self._new[path] = [*fingerprint, sha256]
         return sha256
 
@@ -72,11 +91,11 @@ class ContentHashes:
                 write_json(self._path, {"files": self._new, "digest": digest(self._new)})
 
     def check_unchanged(self) -> None:
-        """Raises RequestError when a part was changed since it was hashed."""
-        for part, fingerprint in self.fingerprints:
+        """Raises RequestError when a file was changed since it was hashed."""
+        for part, fingerprint in self._fingerprints.values():
             if part.fingerprint() != fingerprint:
                 raise RequestError(
-                    f"{part.path}: changed while it was read. Start the same command again once "
+                    f"{part.where}: changed while it was read. Start the same command again once "
                     "nothing writes to it."
                 )
 

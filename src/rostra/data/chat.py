@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,14 @@ from rostra.data.conversations import Conversation, Message
 from rostra.data.examples import Segment
 from rostra.data.records import BadRecord
 from rostra.data.templates import TEMPLATES
-from rostra.data.turns import Span, TemplateFault, Turns, anchor
+from rostra.data.turns import Span, TemplateFault, Turns, anchor, stand_in
 from rostra.errors import RequestError
 
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # What is meant to be one token wherever a template writes it.
-MARKS = re.compile(r"<\|[\w▁-]+\|>|</?s>|<(?:start|end)_of_turn>")
+MARKS = re.compile(
+    r"<[|｜][\w▁-]+[|｜]>|\[\|\w+\|\]|\[/?[A-Z]{4}[A-Z_]*\]|</?s>|<(?:start|end)_of_turn>"
+)
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,21 @@ class ChatTemplate:
             segments.append(Segment(whole[start:end], weights[k]))
             position = end
         segments.append(Segment(whole[position:], inputs))
+        if conversation.ends == "all":
+            segments = [part for one in segments for part in _with_ends(one, self.end_of_turn)]
+        if conversation.ends == "last":
+            segments = _but_last_end(segments, self.end_of_turn, inputs)
         return tuple(segment for segment in segments if segment.text)
+
+    @cached_property
+    def end_of_turn(self) -> str | None:
+        """What the template writes after an answer, without white space; None where it writes
+        nothing, or cannot be asked."""
+        talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": stand_in(0)}]
+        try:
+            return self._render(talk, ()).partition(stand_in(0))[2].strip() or None
+        except TemplateFault:
+            return None
 
     def _spans(self, conversation: Conversation, whole: str, wanted: list[int]) -> list[Span]:
         """Where the wanted turns are in the whole."""
@@ -152,6 +169,38 @@ class ChatTemplate:
             )
         except Exception as error:  # whatever the code of a template runs into
             raise TemplateFault(error) from error
+
+
+def stop_tokens(tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """The tokens that end what a model writes: eos, and the end of a turn under the tokenizer's
+    chat template, where that is a token of its own."""
+    found = {tokenizer.eos_token_id} - {None}
+    if isinstance(text := tokenizer.chat_template, str):
+        end = ChatTemplate("of the tokenizer", text, tokenizer.special_tokens_map).end_of_turn
+        ids = tokenizer(end or "", add_special_tokens=False).input_ids[:1]
+        found |= {id for id in ids if id in tokenizer.added_tokens_decoder}
+    return sorted(found)
+
+
+def _with_ends(segment: Segment, end: str | None) -> list[Segment]:
+    """A segment whose end-of-turn marks are targets, whatever the rest of it is."""
+    if end is None or segment.weight:
+        return [segment]
+    parts = re.split(f"({re.escape(end)})", segment.text)
+    return [Segment(part, 1.0 if part == end else segment.weight) for part in parts]
+
+
+def _but_last_end(segments: list[Segment], end: str | None, inputs: float) -> list[Segment]:
+    """Segments of which the trained ones, but the last, end without their mark as a target."""
+    last = max((k for k, segment in enumerate(segments) if segment.weight), default=-1)
+    found = []
+    for k, segment in enumerate(segments):
+        text, weight = segment.text, segment.weight
+        if k == last or not weight or end is None or not text.endswith(end):
+            found.append(segment)
+        else:
+            found += [Segment(text.removesuffix(end), weight), Segment(end, inputs)]
+    return found
 
 
 def _own(tokenizer: PreTrainedTokenizerFast) -> str:

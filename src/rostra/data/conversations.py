@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from rostra.config.sources import ChatSource
 from rostra.data.records import BadRecord
@@ -66,10 +66,12 @@ class Message:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns in their order, and the tools (JSON schemas) that the assistant may call."""
+    """Turns in their order, and the tools (JSON schemas) that the assistant may call. `ends` says
+    which marks of a turn's end are targets: see `data.sources.train_ends`."""
 
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()
+    ends: Literal["turn", "all", "last"] = "turn"
 
 
 def conversation(values: dict[str, Any], source: ChatSource) -> Conversation:
@@ -88,7 +90,8 @@ def conversation(values: dict[str, Any], source: ChatSource) -> Conversation:
     if messages[-1].role != "assistant":
         problem = f"ends with a turn of the {messages[-1].role}, which nobody answers"
         raise BadRecord("wrong role order", problem, "Correct the record")
-    return Conversation(_weighted(messages, source), _tools(values.get("tools")))
+    tools = _tools(values.get("tools"))
+    return Conversation(_weighted(messages, source), tools, source.train_ends)
 
 
 def preferences(values: dict[str, Any]) -> Iterator[tuple[str, Conversation]]:
@@ -155,7 +158,8 @@ def _message(turn: Any, where: str, source: ChatSource) -> Message:
         known = ", ".join({**ROLES, **source.roles})
         problem = f"{where} has the role {named!r} under {role_key!r}; known are {known}"
         raise BadRecord("unknown role", problem, "Name what it stands for in the source's `roles`")
-    more = {k: v for k, v in turn.items() if k not in (role_key, text_key, *WEIGHTS)}
+    weights = WEIGHTS if source.message_weight is None else (source.message_weight,)
+    more = {k: v for k, v in turn.items() if k not in (role_key, text_key, *weights)}
     calls = turn.get("tool_calls")
     text = _text(turn.get(text_key), where, text_key, bool(calls))
     if named == "function_call":
@@ -166,7 +170,7 @@ def _message(turn: Any, where: str, source: ChatSource) -> Message:
         more.pop("tool_calls", None)
     if role == "assistant" and not text.strip() and not calls:
         raise BadRecord("empty answer", f"{where}, the assistant's, is empty", "Remove the record")
-    return Message(role, text, _weight(turn, where), more)
+    return Message(role, text, _weight(turn, weights, where), more)
 
 
 def _text(content: Any, where: str, key: str, may_be_missing: bool) -> str:
@@ -191,9 +195,9 @@ def _part(part: Any, where: str) -> str:
     raise BadRecord("no text", f"{where} has a part that is no text: {kind!r}", "Take it out")
 
 
-def _weight(turn: dict[str, Any], where: str) -> float | None:
-    """The loss weight that a message states itself."""
-    key = next((key for key in WEIGHTS if turn.get(key) is not None), None)
+def _weight(turn: dict[str, Any], keys: tuple[str, ...], where: str) -> float | None:
+    """The loss weight that a message states itself, under the first of `keys` that it has."""
+    key = next((key for key in keys if turn.get(key) is not None), None)
     if key is None:
         return None
     weight = turn[key]

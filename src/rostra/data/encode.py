@@ -56,6 +56,7 @@ class ExampleEncoder:
         template: the chat template; None where no source of `data` has conversations.
         vocabulary_size: highest token id + 1.
         dtype: of tokens.
+        bad: what becomes of bad examples.
 
     Raises:
         RequestError: when there is no chat template though one is needed, or a special token of
@@ -73,7 +74,7 @@ class ExampleEncoder:
         check_special_tokens(tokenizer, self.template)
         text = self.template.text if self.template else None
         self.hash = digest([RECIPE, plain.hash, text, data.train_on_inputs])
-        self._tokenizer, self._bad = tokenizer, bad
+        self._tokenizer, self.bad = tokenizer, bad
         self._inputs = float(data.train_on_inputs)
         self._backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())  # ours to set up
         self._backend.no_truncation()
@@ -101,7 +102,7 @@ class ExampleEncoder:
                 else:
                     texts[content.special][k] = content
             except BadRecord as problem:
-                problem.reject(example.where, self._bad)
+                problem.reject(example.where, self.bad)
         for special, some in texts.items():
             self._backend.encode_special_tokens = not special  # else their names are only text
             whole = ["".join(s.text for s in text.segments) for text in some.values()]
@@ -110,7 +111,7 @@ class ExampleEncoder:
                 try:
                     found[k] = self._encoded(examples[k], text, encoding)
                 except BadRecord as problem:
-                    problem.reject(examples[k].where, self._bad)
+                    problem.reject(examples[k].where, self.bad)
         return [found[k] for k in sorted(found)]
 
     def _resolved(self, content: Text | Conversation | Tokens) -> Text | Tokens:

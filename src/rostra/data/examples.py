@@ -96,7 +96,7 @@ class ExampleReader:
 
     @property
     def name(self) -> str:
-        return f"{self.source.type}:{self.index}"
+        return self.source.name or f"{self.source.type}:{self.index}"
 
     @property
     def key(self) -> str:

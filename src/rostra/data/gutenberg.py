@@ -13,7 +13,6 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 from rostra.config.sources import GutenbergSource
@@ -23,11 +22,12 @@ from rostra.data.sources import (
     Part,
     Reader,
     decode,
-    part_name,
-    read_bytes,
-    walk,
+    find_parts,
+    read_whole,
 )
+from rostra.files import File, open_range
 
+SUFFIXES = (".txt", ".zip", ".utf8", ".utf-8")
 LARGEST_BOOK = 1 << 28  # bytes; a zip that unfolds to more is no book
 
 # 76.txt, 76-0.txt, pg76.txt, pg76.txt.utf8, 76-8.zip; 76-h.zip and the like are no text.
@@ -74,40 +74,37 @@ class GutenbergReader(Reader):
 
     def parts(self, bad: BadRecords) -> list[Part]:
         """One file a book, by number: UTF-8 before 8-bit before ASCII, plain before zip."""
-        start = Path(self.source.path).expanduser()
-        files = walk(start, bad) if start.is_dir() else iter([start] if start.is_file() else [])
-        best: dict[str, tuple[tuple[bool, int, bool, str], Path]] = {}
-        for path in files:
-            if (form := _form(path)) is None:
+        best: dict[str, tuple[tuple[bool, int, bool, str], File]] = {}
+        for found in find_parts(self.source.path, SUFFIXES, self.key, bad):
+            name, file = found.name, found.file
+            if (form := _form(file)) is None:
                 continue
             number, encoding = form
-            id = number or part_name(path, start if start.is_dir() else start.parent)
-            old = "old" in path.relative_to(start).parts[:-1]
-            rank = (old, encoding, path.suffix.lower() == ".zip", path.as_posix())
+            id = number or name
+            rank = ("old" in name.split("/")[:-1], encoding, file.suffix == ".zip", name)
             if id not in best or rank < best[id][0]:
-                best[id] = (rank, path)
-        if not best:
-            nothing = "no .txt or .zip of a book here" if start.exists() else "no such folder"
-            advice = f"Correct {self.key}.path"
-            bad.reject("missing", self.source.path, f"{nothing} ({self.key}.path)", advice)
+                best[id] = (rank, file)
+        if not best and not bad.counts["missing"]:
+            nothing = f"no .txt or .zip of a book here ({self.key}.path)"
+            bad.reject("missing", self.source.path, nothing, f"Correct {self.key}.path")
         by_number = sorted(best, key=lambda id: (not id.isdigit(), len(id) * id.isdigit(), id))
         return [Part(id, best[id][1]) for id in by_number]
 
     def documents(self, part: Part, bad: BadRecords) -> Iterator[Document]:
-        raw = read_bytes(part.path, bad)
-        if raw is not None and part.path.suffix.lower() == ".zip":
-            raw = _unzip(raw, part.path, bad)
+        raw = read_whole(part.file, bad)
+        if raw is not None and part.file.suffix == ".zip":
+            raw = _unzip(raw, part.where, bad)
         if raw is None:
             return
-        text = _decode(raw, part.path, bad)
+        text = _decode(raw, part.where, bad)
         if text is None:
             return
         header, body = strip_licence(text.replace("\r\n", "\n").replace("\r", "\n"))
         if body:
-            yield Document(part.name, body, {"file": part.path.name, **_metadata(header)})
+            yield Document(part.name, body, {"file": part.file.name, **_metadata(header)})
         else:
             problem = "nothing is left between licence header and footer"
-            bad.reject("empty", part.path, problem, "Take the file away")
+            bad.reject("empty", part.where, problem, "Take the file away")
 
 
 def strip_licence(text: str) -> tuple[str, str]:
@@ -129,16 +126,15 @@ def strip_licence(text: str) -> tuple[str, str]:
     return text[:start], text[start:end].strip("\n \t") + "\n" if text[start:end].strip() else ""
 
 
-def _form(path: Path) -> tuple[str | None, int] | None:
+def _form(file: File) -> tuple[str | None, int] | None:
     """Number of a book, and rank of the file's encoding (lower is better).
 
     None when the file is no text of a book, and for the number when nothing tells it.
     """
-    suffix = path.suffix.lower()
-    utf8 = suffix in (".utf8", ".utf-8")
-    if suffix not in (".txt", ".zip") and not utf8:
+    if file.suffix not in SUFFIXES:
         return None
-    stem = path.name if utf8 else path.stem
+    utf8 = file.suffix in (".utf8", ".utf-8")
+    stem = file.name if utf8 else file.name[: -len(file.suffix)]
     if name := _NAME.fullmatch(stem):
         if name["code"] == "0":
             return name["number"], 0
@@ -148,51 +144,51 @@ def _form(path: Path) -> tuple[str | None, int] | None:
     if utf8 or _OTHER_FORM.fullmatch(stem):
         return None
     # The oldest books have names such as hfinn12.txt; the number is in the header, if at all.
-    number = _NUMBER.search(_head(path))
+    number = _NUMBER.search(_head(file))
     return (number[1] if number else None), 4
 
 
-def _head(path: Path) -> str:
+def _head(file: File) -> str:
     """The first lines of a file, for looking at only."""
     unheard = BadRecords("skip", lambda _: None)
     try:
-        if path.suffix.lower() == ".zip":
-            raw = _unzip(path.read_bytes(), path, unheard) or b""
-        else:
-            with path.open("rb") as file:
-                raw = file.read(8192)
+        with open_range(file) as source:
+            if file.suffix == ".zip":
+                raw = _unzip(source.read(), file.url, unheard) or b""
+            else:
+                raw = source.read(8192)
     except OSError:
         return ""
     return raw[:8192].decode("latin-1")
 
 
-def _unzip(raw: bytes, path: Path, bad: BadRecords) -> bytes | None:
+def _unzip(raw: bytes, where: str, bad: BadRecords) -> bytes | None:
     """The text of a zipped book, unfolded in memory; None when it was rejected."""
     try:
         with zipfile.ZipFile(io.BytesIO(raw)) as archive:
             texts = [i for i in archive.infolist() if i.filename.lower().endswith(".txt")]
             if not texts:
                 problem = "there is no .txt in this zip"
-                bad.reject("no text", path, problem, "Take the file away")
+                bad.reject("no text", where, problem, "Take the file away")
                 return None
             member = max(texts, key=lambda info: (info.file_size, info.filename))
             if member.file_size > LARGEST_BOOK:
                 problem = f"unfolds to {member.file_size:,} bytes, more than any book"
-                bad.reject("too large", path, problem, "Take the file away")
+                bad.reject("too large", where, problem, "Take the file away")
                 return None
             return archive.read(member)
     except (zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error) as error:
-        bad.reject("broken zip", path, f"broken zip ({error})", "Fetch it again")
+        bad.reject("broken zip", where, f"broken zip ({error})", "Fetch it again")
         return None
     except (EOFError, OSError, RuntimeError, ValueError) as error:
         # RuntimeError: encrypted, or a compression this Python does not know; ValueError: a name
-        bad.reject("broken zip", path, f"broken zip ({error})", "Fetch it again")
+        bad.reject("broken zip", where, f"broken zip ({error})", "Fetch it again")
         return None
 
 
-def _decode(raw: bytes, path: Path, bad: BadRecords) -> str | None:
+def _decode(raw: bytes, where: str, bad: BadRecords) -> str | None:
     """The text of a book; None when it was rejected."""
-    return decode(raw, _encoding(raw), path, "its `Character set encoding` line", bad)
+    return decode(raw, _encoding(raw), where, "its `Character set encoding` line", bad)
 
 
 def _encoding(raw: bytes) -> str:

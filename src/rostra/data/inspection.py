@@ -15,13 +15,15 @@ from transformers import PreTrainedTokenizerFast
 from rostra.config.data import DataSection
 from rostra.config.sources import PreferenceSource
 from rostra.data.audit import Audit, show_examples
+from rostra.data.clean import Rejections
+from rostra.data.documents import Losses
 from rostra.data.encode import Encoded, ExampleEncoder
+from rostra.data.items import batches
 from rostra.data.job import Job, Notice
 from rostra.data.loader import Loader, training_samples
 from rostra.data.packing import Packed
 from rostra.data.prepare import prepare
 from rostra.data.prepared import Prepared
-from rostra.data.reading import batches
 
 
 @dataclass(frozen=True)
@@ -99,12 +101,14 @@ def _read_only(
     data: DataSection, model_tokenizer: str | None, count: int, notice: Notice
 ) -> Inspection:
     job = Job.of(data, model_tokenizer, notice)
-    tokenizer = job.tokenizer(lambda _: None)
+    tokenizer = job.tokenizer(lambda *_: None)
     encoder = ExampleEncoder(tokenizer, data, job.bad)
     audit = Audit()
     shown: list[Encoded] = []
     verdicts: Counter[str] = Counter()
-    for batch in batches(job.items(job.bad, lambda _: None)):
+    losses = Losses(job.bad, Rejections())
+    items = (item for task in job.tasks for item in job.documents.items(task, losses))
+    for batch in batches(items):
         examples = {item.id: item.example for item in batch if item.example}
         for found in encoder.encode(list(examples.values())):
             verdict = examples[found.id].verdict or "no verdict"

@@ -1,94 +1,126 @@
-"""What is to be prepared: all parts of all sources, the tokenizer, and the key of the result."""
+"""What is to be prepared: the tasks of all sources, the tokenizer, and the key of the result."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
+from rostra import files
+from rostra.config.cleaning import CleanTable
 from rostra.config.data import DataSection
-from rostra.data.cache import ContentHashes, cache_folder, digest
+from rostra.data.cache import ContentHashes, cache_folder, cache_place, digest
+from rostra.data.documents import Documents, Losses
 from rostra.data.encode import ExampleEncoder
-from rostra.data.examples import ExampleReader
+from rostra.data.folders import Folder, LocalFolder, folder_at
+from rostra.data.head import Head, HeadHashes
 from rostra.data.prepared import FORMAT
-from rostra.data.reading import Item, Progress, make_reader, read_items
-from rostra.data.sources import BadRecords, Part, Reader
+from rostra.data.reading import make_reader
+from rostra.data.sources import BadRecords
+from rostra.data.tasks import Task, Tell, tasks_of
 from rostra.data.tokenizer import RECIPE, Encoder, add_tokens, load_tokenizer, train_tokenizer
+from rostra.data.tokenizing import make_encoder
 from rostra.errors import RequestError
 
 TRAINED_BYTES = 1 << 30  # of documents, chosen by hash, that a tokenizer is trained on
+
+UNPREPARED = ("path", "weight", "epochs")  # of a source: they change no shard
 
 Notice = Callable[[str], None]
 
 
 @dataclass
 class Job:
-    """What is to be prepared, and the key of the result."""
+    """What is to be prepared, and the key of the result.
+
+    Attributes:
+        place: the folder or URL of the result, below `cache`.
+        bad: files that could not even be listed.
+    """
 
     data: DataSection
-    work: list[tuple[Reader | ExampleReader, Part]]
+    tasks: list[Task]
     bad: BadRecords
     hashes: ContentHashes
     pretrained: tuple[str, PreTrainedTokenizerFast] | None
     key: str
-    folder: Path
+    cache: str
+    documents: Documents
 
     @classmethod
     def of(cls, data: DataSection, model_tokenizer: str | None, notice: Notice) -> Job:
-        """List all parts, hash their content and make the key. See `prepare`."""
-        cache = cache_folder(data)
+        """List all parts, hash their content and make the key. See `prepare`; of sources that are
+        streamed, only the first documents are to be prepared."""
         pretrained = _pretrained(data, model_tokenizer, notice)
         bad = BadRecords(data.on_bad_record, notice)
-        readers = [make_reader(source, index) for index, source in enumerate(data.sources)]
-        work = [(reader, part) for reader in readers for part in reader.parts(bad)]
+        head = Head.of(data, bad) if data.streaming else None
+        tasks = head.tasks if head else list_tasks(data, bad)
         sources = [source.model_dump() for source in data.sources]
-        hashes = ContentHashes(cache / f"memo-{digest([sources, str(Path.cwd())])[:16]}.json")
+        memo = f"memo-{digest([sources, str(Path.cwd())])[:16]}.json"
+        hashes = (HeadHashes if head else ContentHashes)(cache_folder(data) / memo)
+        parts = [
+            [task.reader.index, part.name, part.start, part.stop, hashes.hash(part)]
+            for task in tasks
+            for part in task.parts
+        ]
+        stored = not data.examples and (
+            data.duplicates.find != "none" or bool(data.clean != CleanTable() and not pretrained)
+        )
+        documents = Documents(data, LocalFolder(Path()), stored)
         key = digest(
             {
                 "format": FORMAT,
                 # A path says nothing of the content; the names and hashes below it do.
-                "sources": [{k: v for k, v in s.items() if k != "path"} for s in sources],
-                "parts": [[reader.index, part.name, hashes.hash(part)] for reader, part in work],
+                "sources": [{k: v for k, v in s.items() if k not in UNPREPARED} for s in sources],
+                "parts": parts,
                 "missing": bad.examples,
                 "on_bad_record": data.on_bad_record,
+                "documents": documents.identity,
                 "held_out": data.held_out,
+                "task_bytes": data.prepare.task_bytes,
                 "shard_tokens": data.prepare.shard_tokens,
                 "tokenizer": _tokenizer_key(data, pretrained, bad),
+                **({"head": head.identity} if head else {}),
             }
         )
-        return cls(data, work, bad, hashes, pretrained, key, cache / key[:24])
+        cache = cache_place(data)
+        documents = replace(documents, work=folder_at(files.join(cache, f".work-{key[:24]}")))
+        return cls(data, tasks, bad, hashes, pretrained, key, cache, documents)
+
+    @property
+    def place(self) -> str:
+        return files.join(self.cache, self.key[:24])
+
+    @property
+    def work(self) -> Folder:
+        """Where tasks leave what is not of the result."""
+        return self.documents.work
+
+    @property
+    def result(self) -> Folder:
+        """Where tasks leave what is: on a store, what it says is the result once it has a
+        manifest; a local folder gets its place whole."""
+        return folder_at(self.place) if files.is_url(self.cache) else self.work.below("result")
+
+    @property
+    def bytes(self) -> int:
+        return sum(task.size for task in self.tasks)
 
     @property
     def passes(self) -> int:
         """How often all is read: a tokenizer that is trained here needs a pass of its own."""
-        return 1 if self.pretrained else 2
+        return 1 + self.documents.stored + (self.pretrained is None)
 
-    def items(self, bad: BadRecords, progress: Progress) -> Iterator[Item]:
-        """All documents or examples, streamed."""
-        return read_items(self.work, self._sizes, bad, self.data.examples, progress)
-
-    @property
-    def _sizes(self) -> list[int]:
-        return [found[0] if found else 0 for _, found in self.hashes.fingerprints]
-
-    def tokenizer(self, progress: Progress) -> PreTrainedTokenizerFast:
+    def tokenizer(self, tell: Tell) -> PreTrainedTokenizerFast:
         """The tokenizer, which may have to be trained first."""
         if self.pretrained:
             return self.pretrained[1]
         data = self.data
         vocabulary = data.tokenizer.vocabulary or 0
-        # What is bad is announced by the pass that writes.
-        unheard = BadRecords(data.on_bad_record, lambda _: None)
-        share = min(1.0, TRAINED_BYTES / max(1, sum(self._sizes)))
-        texts = (
-            item.text
-            for item in self.items(unheard, progress)
-            if not item.is_below(data.held_out) and item.is_chosen(share)
-        )
-        tokenizer = train_tokenizer(texts, vocabulary)
+        tokenizer = train_tokenizer(self._training_texts(tell), vocabulary)
         if len(tokenizer) < vocabulary:
             self.bad.notice(
                 f"the documents gave a vocabulary of {len(tokenizer)} tokens, "
@@ -97,14 +129,25 @@ class Job:
         add_tokens(tokenizer, data.tokenizer)
         return tokenizer
 
+    def _training_texts(self, tell: Tell) -> Iterator[str]:
+        # What is bad is announced by the pass that writes.
+        losses = Losses.of(self.data)
+        share = min(1.0, TRAINED_BYTES / max(1, self.bytes))
+        for task in self.tasks:
+            for item in self.documents.items(task, losses):
+                if not item.is_below(self.data.held_out) and item.is_chosen(share):
+                    yield item.text
+                tell(1, item.size)
+
     def encoder(self, tokenizer: PreTrainedTokenizerFast) -> Encoder | ExampleEncoder:
-        return _encoder(tokenizer, self.data, self.bad)
+        return make_encoder(tokenizer, self.data, self.bad)
 
 
-def _encoder(
-    tokenizer: PreTrainedTokenizerFast, data: DataSection, bad: BadRecords
-) -> Encoder | ExampleEncoder:
-    return ExampleEncoder(tokenizer, data, bad) if data.examples else Encoder(tokenizer)
+def list_tasks(data: DataSection, bad: BadRecords) -> list[Task]:
+    """The tasks of all sources; what cannot be listed goes to `bad`."""
+    readers = [make_reader(source, index) for index, source in enumerate(data.sources)]
+    work = ((reader, part) for reader in readers for part in reader.parts(bad))
+    return tasks_of(work, data.prepare.task_bytes)
 
 
 def _tokenizer_key(
@@ -112,13 +155,13 @@ def _tokenizer_key(
 ) -> dict[str, Any]:
     """What decides the tokens (and weights) of a text."""
     if pretrained:
-        return {"hash": _encoder(pretrained[1], data, bad).hash}
+        return {"hash": make_encoder(pretrained[1], data, bad).hash}
     trained: dict[str, Any] = {"train": data.tokenizer.vocabulary, "recipe": RECIPE}
     if data.examples or data.tokenizer.special or data.tokenizer.added:
         # What is not of the trained vocabulary is in the hash under any tokenizer.
         smallest = train_tokenizer(iter(()), 257)
         add_tokens(smallest, data.tokenizer)
-        trained["encoder"] = _encoder(smallest, data, bad).hash
+        trained["encoder"] = make_encoder(smallest, data, bad).hash
     return trained
 
 

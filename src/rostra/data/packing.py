@@ -1,144 +1,24 @@
-"""From examples to samples: whole examples fitted into rows, or one example a row."""
+"""Samples of whole documents or examples: several fitted into a row, or one a row."""
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Literal, overload
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, Literal, overload
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from rostra.batch import IGNORE, Batch
+from rostra.config.loading import LoadTable
+from rostra.data.order import Order, epoch_order
 from rostra.data.permutation import Permutation
+from rostra.data.rows import Cut, Ints, LongExamples, Pieces
 from rostra.data.shards import Shard, Shards
-from rostra.errors import RequestError
-
-Ints = NDArray[np.int64]
-LongExamples = Literal["drop", "truncate", "split", "fail"]
 
 WIDTH = 8  # rows of a batch are as wide as its longest, rounded up to a multiple of this
-
-
-def best_fit(lengths: Ints, capacity: int) -> Ints:
-    """The row of each item, when items go into rows of `capacity` by best-fit decreasing.
-
-    The longest goes first, each into the fullest row that has room for it (Ding et al. 2024,
-    arXiv:2404.10830), so that almost no room is left. O(n log n) for n items, of which none
-    may be longer than a row.
-    """
-    order = np.argsort(-lengths, kind="stable")
-    rows: list[int] = []
-    count = 0
-    open_rows: dict[int, list[int]] = defaultdict(list)  # by the room that they have
-    rooms: list[int] = []  # the keys of `open_rows`, sorted
-    for length in lengths[order].tolist():
-        at = bisect_left(rooms, length)
-        if at == len(rooms):
-            row, room = count, capacity
-            count += 1
-        else:
-            room = rooms[at]
-            row = open_rows[room].pop()
-            if not open_rows[room]:
-                del open_rows[room], rooms[at]
-        rows.append(row)
-        if room := room - length:
-            if room not in open_rows:
-                insort(rooms, room)
-            open_rows[room].append(row)
-    found = np.empty(len(lengths), dtype=np.int64)
-    found[order] = rows
-    return found
-
-
-@dataclass(frozen=True)
-class Pieces:
-    """What is trained on of the examples: all of each, but of long ones perhaps a part."""
-
-    begins: Ints  # place of the first token in the run of all shards' tokens
-    lengths: Ints
-    targets: int
-    weighted: bool  # whether a target counts other than once
-    changed: dict[str, int]  # examples that were cut or left out, by what was done
-
-    @classmethod
-    def of(cls, shards: Shards, longest: int, policy: LongExamples) -> Pieces:
-        """The pieces of all examples, none longer than `longest` tokens.
-
-        Raises:
-            RequestError: when an example is longer and the policy is `fail`.
-        """
-        parts = [_shard_pieces(shards, index, longest, policy) for index in range(len(shards))]
-        changed: dict[str, int] = {}
-        for part in parts:
-            for reason, count in part.changed.items():
-                changed[reason] = changed.get(reason, 0) + count
-        none = [np.empty(0, dtype=np.int64)]  # where there are no shards
-        return cls(
-            np.concatenate([part.begins for part in parts] or none),
-            np.concatenate([part.lengths for part in parts] or none),
-            sum(part.targets for part in parts),
-            any(part.weighted for part in parts),
-            changed,
-        )
-
-
-def _shard_pieces(shards: Shards, index: int, longest: int, policy: LongExamples) -> Pieces:
-    shard = shards[index]
-    weights = _weights(shard)
-    lengths = np.diff(shard.offsets)
-    long = lengths > longest
-    if policy == "fail" and long.any():
-        first = int(np.argmax(long))
-        raise RequestError(
-            f"{shard.id(first)}: this example has {lengths[first]:,} tokens, more than "
-            f"data.sequence_length ({longest:,}). Raise it, or set data.long_examples to drop, "
-            "truncate or split."
-        )
-    examples, first_token, size = _cut(lengths, longest, policy)
-    begins = shard.offsets[examples] + first_token
-    # The first token of a piece has nothing before it, so it is no target there.
-    running = np.concatenate([[0], np.cumsum(weights > 0)])
-    targets = running[begins + size] - running[begins + 1]
-    kept = targets > 0
-    dropped = long if policy == "drop" else np.zeros_like(long)
-    done = {"drop": "left out", "truncate": "truncated", "split": "split"}
-    reasons = {
-        f"longer than data.sequence_length ({longest:,}): {done.get(policy)}": long,
-        "without a target": ~dropped & (np.bincount(examples, kept, len(lengths)) == 0),
-    }
-    return Pieces(
-        shards.starts[index] + begins[kept],
-        size[kept],
-        int(targets.sum()),
-        bool(((weights != 0) & (weights != 1)).any()),
-        {reason: int(which.sum()) for reason, which in reasons.items() if which.any()},
-    )
-
-
-def _weights(shard: Shard) -> NDArray[np.float32]:
-    if shard.weights is None:
-        raise ValueError("this shard holds documents, not examples")
-    return shard.weights
-
-
-def _cut(lengths: Ints, longest: int, policy: LongExamples) -> tuple[Ints, Ints, Ints]:
-    """Of each piece its example, its first token in there, and its length."""
-    numbers = np.arange(len(lengths))
-    if policy != "split":
-        kept = numbers[lengths <= longest] if policy == "drop" else numbers
-        return kept, np.zeros_like(kept), np.minimum(lengths[kept], longest)
-    # A part begins with the last token of the part before, so that each target is in one part.
-    step = max(1, longest - 1)
-    parts = np.maximum(1, -(-(lengths - 1) // step))
-    examples = np.repeat(numbers, parts)
-    first = (np.arange(len(examples)) - np.repeat(np.cumsum(parts) - parts, parts)) * step
-    return examples, first, np.minimum(lengths[examples] - first, longest)
 
 
 class GroupedOrder:
@@ -171,12 +51,12 @@ class GroupedOrder:
 
 
 class Packed:
-    """Samples of examples, with the face of `Samples`: rows of whole examples, one after the
-    other, by best fit; or one example a row.
+    """Samples of documents or examples, with the face of `Samples`: rows of whole ones, one
+    after the other, by best fit; or one a row.
 
-    Attention does not cross examples: position_ids begin at 0 with each, and with the padding
-    at the end of a row. The label of a position is the next token, where that is a target of
-    the same example; the first token of an example never is. Which examples share a row
+    Attention does not cross from one to another: position_ids begin at 0 with each, and with
+    the padding at the end of a row. The label of a position is the next token, where that is a
+    target of the same piece; the first token of a piece never is. Which of them share a row
     depends on their lengths alone, the order of rows on seed and epoch.
     """
 
@@ -186,78 +66,91 @@ class Packed:
         sequence_length: int,
         seed: int,
         *,
-        packing: Literal["best_fit", "none"] = "best_fit",
+        packing: Literal["best_fit", "chunk", "none"] = "best_fit",
         long_examples: LongExamples = "drop",
+        overlap: int = 1,
         pad: int = 0,
         group: int | None = None,
         full_rows: bool = True,
         virtual_tokens: int = 0,
+        load: LoadTable | None = None,
+        folder: Path | None = None,
         notice: Callable[[str], None] = lambda _: None,
     ) -> None:
         """
         Args:
-            shards: with weights, as `prepare` makes them of examples.
-            long_examples: what becomes of those longer than `sequence_length`; told to `notice`.
-            pad: the token that fills rows up; never seen by an example, never a target.
+            shards: of documents, of which every token but the first is a target; or of examples,
+                with weights.
+            long_examples: what becomes of examples longer than `sequence_length`; told to
+                `notice`. Documents are always split.
+            overlap: of a document that is split, the tokens that a piece repeats of the one
+                before, as context.
+            pad: the token that fills rows up; never seen by a document, never a target.
             group: under packing `none`, the samples of a step (the global batch size) if these
                 are to be of about one length.
-            full_rows: under packing `none`, whether rows have `sequence_length` positions, as a
-                compiled model wants it, or those of the batch's longest, in multiples of 8.
+            full_rows: under packing `chunk` or `none`, whether rows have `sequence_length`
+                positions, as a compiled model wants it, or those of the batch's longest, in
+                multiples of 8.
             virtual_tokens: positions with the ids -1, -2 and so on that stand before each piece,
                 for a learned prompt or prefix.
+            load: how samples are shuffled; over all of an epoch when not given.
+            folder: where rows are kept from one start to the next; see `Pieces`.
 
         Raises:
             RequestError: for long examples under the policy `fail`.
         """
         self.shards, self.sequence_length, self.seed = shards, sequence_length, seed
-        self.pad, self.group = pad, group
+        self.pad, self.group, self.load = pad, group, load or LoadTable()
         self.full_rows = full_rows or packing == "best_fit"
         self.virtual_tokens = virtual_tokens
-        longest = max(1, sequence_length - virtual_tokens)
-        self.pieces = pieces = Pieces.of(shards, longest, long_examples)
-        self._sizes = pieces.lengths + virtual_tokens
-        for said, count in pieces.changed.items():
+        cut = Cut(sequence_length, packing == "best_fit", long_examples, overlap, virtual_tokens)
+        self.pieces = Pieces(shards, cut, folder)
+        for said, count in self.pieces.changed.items():
             notice(f"{count:,} of {shards.documents:,} examples are {said} (data.long_examples)")
-        rows = np.arange(len(pieces.lengths))
-        if packing == "best_fit":
-            rows = best_fit(self._sizes, sequence_length)
-        self._order = np.argsort(rows, kind="stable")  # pieces by row
-        self._starts = np.searchsorted(rows[self._order], np.arange(rows.max(initial=-1) + 2))
-        self._grouped = lru_cache(2)(self._grouped_order)  # a batch may cross epochs
 
     def __len__(self) -> int:
         """Samples in an epoch."""
-        return len(self._starts) - 1
+        return len(self.pieces)
 
     @property
     def tokens(self) -> int:
-        """Tokens of examples in an epoch, padding not counted."""
-        return int(self.pieces.lengths.sum())
+        """Tokens of documents in an epoch, padding not counted."""
+        return self.pieces.counts.tokens
 
     def padding(self, batch_size: int) -> float:
         """The share of positions that are padding, in batches of `batch_size` samples."""
-        widths = np.full(len(self), self.sequence_length)
-        if not self.full_rows:
-            lengths = self._sizes[self.order(0)(np.arange(len(self)))]
+        positions = len(self) * self.sequence_length
+        if not self.full_rows:  # one piece a row
+            lengths = self._sizes()[self.order(0)(np.arange(len(self)))]
             first = np.arange(0, len(self), batch_size)
             longest = self._width(np.maximum.reduceat(lengths, first))
-            widths = np.repeat(longest, np.diff([*first, len(self)]))
-        return 1 - self.tokens / int(widths.sum())
+            positions = int((longest * np.diff([*first, len(self)])).sum())
+        return 1 - self.tokens / positions
 
-    def order(self, epoch: int) -> Permutation | GroupedOrder:
+    def order(self, epoch: int) -> Order:
         """From a sample's number in the epoch to its index."""
-        return (
-            Permutation(self.seed, epoch, len(self)) if self.group is None else self._grouped(epoch)
-        )
+        if self.group is not None:
+            return self._grouped(epoch)
+        return epoch_order(self.load, self.seed, epoch, len(self), len(self.shards))
 
-    def _grouped_order(self, epoch: int) -> GroupedOrder:
-        assert self.group is not None
-        return GroupedOrder(self.pieces.lengths, self.seed, epoch, self.group)
+    @cached_property
+    def _grouped(self) -> Callable[[int], GroupedOrder]:
+        lengths = self._sizes() - self.virtual_tokens
+        size = self.group or 1
+        # two, as a batch may cross epochs
+        return lru_cache(2)(lambda epoch: GroupedOrder(lengths, self.seed, epoch, size))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key != "_grouped"}
+
+    def _sizes(self) -> Ints:
+        """Positions that each row of one piece needs."""
+        return self.pieces.sizes() + self.virtual_tokens
 
     def batch(self, indices: Ints) -> Batch:
         """The samples at these indices."""
-        rows = [self._row(index) for index in indices.tolist()]
-        longest = max(int(self._sizes[row].sum()) for row in rows)
+        rows = [self.pieces.row(index) for index in indices.tolist()]
+        longest = max(int(row[:, 1].sum()) + len(row) * self.virtual_tokens for row in rows)
         width = self.sequence_length if self.full_rows else int(self._width(np.array(longest)))
         shape = (len(rows), width)
         tokens = np.full(shape, self.pad, dtype=np.int64)
@@ -266,40 +159,40 @@ class Packed:
         virtual = -1 - np.arange(self.virtual_tokens)
         for place, row in enumerate(rows):
             at = 0
-            for piece in row.tolist():
-                shard, begin, end = self._locate(piece)
+            for begin, length, context in row.tolist():
                 starts[place, at] = at
                 first = at + self.virtual_tokens
                 tokens[place, at:first] = virtual
-                here = slice(first, first + end - begin)
-                tokens[place, here] = shard.tokens[begin:end]
-                weights[place, here] = _weights(shard)[begin:end]
-                weights[place, first] = 0
-                at = here.stop
+                at = first + length
+                self._copy(begin, tokens[place, first:at], weights[place, first:at])
+                weights[place, first : first + context] = 0
             starts[place, at : at + 1] = at
         labels = np.where(weights > 0, tokens, IGNORE)
         labels, weights = (np.roll(x, -1, axis=1) for x in (labels, weights))
         positions = np.arange(width) - np.maximum.accumulate(starts, axis=1)
-        arrays = (tokens, labels, positions, *([weights] if self.pieces.weighted else []))
+        weighted = self.pieces.counts.weighted
+        arrays = (tokens, labels, positions, *([weights] if weighted else []))
         return Batch(*map(torch.from_numpy, arrays))
 
     def document_ids(self, index: int) -> tuple[str, ...]:
-        """The examples in the sample at this index."""
+        """The documents or examples in the sample at this index."""
         ids = []
-        for piece in self._row(index).tolist():
-            shard, begin, _ = self._locate(piece)
-            ids.append(shard.id(int(np.searchsorted(shard.offsets, begin, "right")) - 1))
+        for begin in self.pieces.row(index)[:, 0].tolist():
+            shard, place = self._locate(begin)
+            ids.append(shard.id(int(np.searchsorted(shard.offsets, place, "right")) - 1))
         return tuple(ids)
 
-    def _row(self, index: int) -> Ints:
-        return self._order[self._starts[index] : self._starts[index + 1]]
+    def _copy(self, begin: int, tokens: Ints, weights: NDArray[np.float32]) -> None:
+        """Fill in the tokens from a place of the run on, and their weights as targets."""
+        shard, place = self._locate(begin)
+        here = slice(place, place + len(tokens))
+        tokens[:] = shard.tokens[here]
+        weights[:] = 1 if shard.weights is None else shard.weights[here]
 
-    def _locate(self, piece: int) -> tuple[Shard, int, int]:
-        """The shard that holds a piece, and its first and last place there."""
-        begin = int(self.pieces.begins[piece])
+    def _locate(self, begin: int) -> tuple[Shard, int]:
+        """The shard that holds this place of the run, and the place there."""
         number = int(np.searchsorted(self.shards.starts, begin, "right")) - 1
-        begin -= int(self.shards.starts[number])
-        return self.shards[number], begin, begin + int(self.pieces.lengths[piece])
+        return self.shards[number], begin - int(self.shards.starts[number])
 
     def _width(self, longest: Ints) -> Ints:
         return np.minimum(-(-longest // WIDTH) * WIDTH, self.sequence_length)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import dataclass
 from functools import cached_property
 from typing import overload
@@ -18,6 +20,12 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
+
+
+def derive(seed: int, *purpose: int | str) -> int:
+    """A seed of 64 bits for a purpose, independent of those for others (SHA-256)."""
+    text = json.dumps([seed, *purpose]).encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "little")
 
 
 @dataclass(frozen=True)

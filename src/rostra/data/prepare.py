@@ -1,59 +1,70 @@
-"""From sources to prepared data: read, split by hash, tokenize, write shards, commit."""
+"""From sources to prepared data: tasks that read, tokenize and write, and the commit of all."""
 
 from __future__ import annotations
 
 import contextlib
-import os
+import json
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
+from rostra import files
 from rostra.config.data import DataSection
 from rostra.config.sources import PreferenceSource
-from rostra.data.audit import Audit
 from rostra.data.cache import one_at_a_time
+from rostra.data.documents import Read, drop_duplicates
 from rostra.data.encode import ExampleEncoder
+from rostra.data.engines import make_engine
+from rostra.data.folders import LocalFolder, commit, read_json, write_json
 from rostra.data.job import Job, Notice
-from rostra.data.prepared import FORMAT, TOKENIZER, Prepared, open_prepared, seal
-from rostra.data.reading import Item, Progress, batches
-from rostra.data.shards import SPLITS, Split
+from rostra.data.manifest import manifest_of
+from rostra.data.prepared import TOKENIZER, Prepared, open_prepared, seal
+from rostra.data.progress import Meter, Show
+from rostra.data.sources import BadRecords
+from rostra.data.tasks import Do, complete_tasks, read_record
 from rostra.data.tokenizer import Encoder
-from rostra.data.writer import ShardWriter
+from rostra.data.tokenizing import TOKENIZER_RECORD, Tokenize, fetched_tokenizer
 from rostra.errors import RequestError
-from rostra.store import commit_folder, sweep
+from rostra.store import explain_full_disk, sweep
 
-Writers = dict[Split, ShardWriter]
+DROPPED = "duplicates.json"
+
+# After which work that was broken off is taken for given up: other content has another key.
+_GIVEN_UP_SECONDS = 14 * 86_400
 
 
 def prepare(
     data: DataSection,
     model_tokenizer: str | None,
     notice: Notice,
-    progress: Progress | None = None,
+    progress: Show | None = None,
 ) -> Prepared:
     """The prepared data that `data` asks for: from the cache, or made now.
+
+    Killed at any point, the next call goes on with the tasks that are not complete.
 
     Args:
         model_tokenizer: folder or hub id of the pretrained model, whose tokenizer is taken
             when `data.tokenizer` names none.
         notice: told what a person should know.
-        progress: told the share that is done, from 0 to 1.
+        progress: told how far it is.
 
     Raises:
         RequestError: for missing or bad input, too little of it, or a full disk; nothing is
-            left behind.
+            left behind but complete tasks.
     """
-    progress = progress or (lambda _: None)
     _check_trainable(data)
     job = Job.of(data, model_tokenizer, notice)
-    prepared = open_prepared(job.folder)
+    prepared = open_prepared(job.place, data.load)
     if prepared is None:
-        prepared = _prepare_alone(job, notice, progress)
+        prepared = _prepare_alone(job, notice, progress or (lambda _: None))
     elif prepared.skipped:
         said = ", ".join(f"{count} {reason}" for reason, count in prepared.skipped.items())
         notice(f"skipped when this data was prepared: {said} (named in {prepared.folder})")
-    progress(1.0)
     job.hashes.save()
     for said in prepared.audit.get("notices", ()):
         notice(said)
@@ -64,126 +75,164 @@ def prepare(
     return prepared
 
 
-def _prepare_alone(job: Job, notice: Notice, progress: Progress) -> Prepared:
+def _prepare_alone(job: Job, notice: Notice, show: Show) -> Prepared:
     """Prepare, unless another process does just that: then take what it made."""
 
     def waiting() -> None:
         notice("another process is preparing the same data; waiting for it")
 
-    cache = job.folder.parent
-    try:
-        with one_at_a_time(cache / f".{job.key[:24]}.lock", waiting):
-            sweep(cache)
-            if (prepared := open_prepared(job.folder)) is None:
-                if job.folder.exists():
-                    notice(f"{job.folder} is broken or of another version; preparing it anew")
-                _write(job, progress)
-                prepared = open_prepared(job.folder)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            cache.rmdir()  # if it is ours and empty
-        raise
-    if prepared is None:
-        raise RequestError(f"{job.folder}: was changed by something else; start again")
+    if files.is_url(job.cache):  # without locks, several do the same, and write the same
+        with _explained(job):
+            Preparation(job, notice, show).run()
+    else:
+        cache = Path(job.cache)
+        try:
+            with one_at_a_time(cache / f".{job.key[:24]}.lock", waiting):
+                sweep(cache)
+                _remove_given_up(cache)
+                if open_prepared(job.place) is None:
+                    if Path(job.place).exists():
+                        notice(f"{job.place} is broken or of another version; preparing it anew")
+                    with _explained(job):
+                        Preparation(job, notice, show).run()
+        except BaseException:
+            with contextlib.suppress(OSError):
+                cache.rmdir()  # if it is ours and empty
+            raise
+    if (prepared := open_prepared(job.place, job.data.load)) is None:
+        raise RequestError(f"{job.place}: was changed by something else; start again")
     return prepared
 
 
-def _write(job: Job, progress: Progress) -> None:
-    data = job.data
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # else it warns, once we fork
-    manifest: dict[str, Any] = {}  # filled in when all is counted, written on leaving
-    with commit_folder(job.folder, prepared=manifest) as aside:
-        tokenizer = job.tokenizer(_pass(progress, 0, job.passes))
+@contextlib.contextmanager
+def _explained(job: Job) -> Iterator[None]:
+    """A full disk explained, and nothing left of work in which no task is complete."""
+    try:
+        with explain_full_disk(Path(job.cache)):
+            yield
+    except BaseException:
+        if not any(complete_tasks(job.work, do.stage, job.tasks) for do in (Read, Tokenize)):
+            job.work.remove()
+        raise
+
+
+def _remove_given_up(cache: Path) -> None:
+    """Work that nobody went on with for long."""
+    for work in cache.glob(".work-*"):
+        with contextlib.suppress(OSError):
+            if time.time() - work.stat().st_mtime > _GIVEN_UP_SECONDS:
+                LocalFolder(work).remove()
+
+
+class Preparation:
+    """One start of preparing: does what is not complete yet, then commits."""
+
+    def __init__(self, job: Job, notice: Notice, show: Show) -> None:
+        self._job, self._notice, self._show = job, notice, show
+        self._work, self._documents = job.work, job.documents
+        self._heard = BadRecords("skip", notice)
+        self._passes = 0
+
+    def run(self) -> None:
+        """Leave the prepared data in its place."""
+        job = self._job
+        dropped = self._read() if self._documents.stored else []
+        tokenizer = self._tokenizer()
+        tokenize = Tokenize(self._documents, job.result, tokenizer)
+        self._do(tokenize, "tokenizing")
+        self._commit(tokenize, dropped)
+        self._work.remove()
+
+    def _read(self) -> list[int]:
+        """Have all documents stored, and the duplicates among them found: how many a task."""
+        self._do(Read(self._documents), "reading")
+        if (known := read_json(self._work, DROPPED)) is not None:
+            return list(known)
+        find = self._job.data.duplicates.find != "none"
+        dropped = drop_duplicates(self._work, self._job.tasks) if find else []
+        write_json(self._work, DROPPED, dropped)
+        return dropped
+
+    def _do(self, do: Do, said: str) -> None:
+        """Have the engine do a stage's tasks that are not complete."""
+        tasks = self._job.tasks
+        done = complete_tasks(self._work, do.stage, tasks)
+        if done:
+            self._notice(f"going on: {len(done):,} of {len(tasks):,} tasks are complete ({said})")
+        todo = [task for task in tasks if task.number not in done]
+        meter = self._meter(said, done)
+        engine = make_engine(self._job.data, sum(task.size for task in todo), self._notice)
+        with contextlib.closing(engine.run(todo, do, meter.tell)) as complete:
+            for task in complete:
+                self._announce(read_record(self._work, do.stage, task.number) or {})
+                meter.complete(task.number)
+
+    def _meter(self, said: str, done: set[int]) -> Meter:
+        sizes = {task.number: task.size for task in self._job.tasks}
+        span = self._passes, self._job.passes
+        self._passes += 1
+        return Meter(said, sizes, done, span, self._show)
+
+    def _announce(self, record: dict[str, Any]) -> None:
+        """Say what a task had to skip."""
+        for example in record.get("skipped", {}).get("examples", ()):
+            self._heard.reject(example["reason"], example["where"], example["problem"], "")
+
+    def _tokenizer(self) -> PreTrainedTokenizerFast:
+        """The tokenizer; and saved in the result's folder, where other processes find it."""
+        job, result = self._job, self._job.result
+        if read_json(self._work, TOKENIZER_RECORD) is not None:
+            return job.pretrained[1] if job.pretrained else fetched_tokenizer(self._work, result)
+        meter = None if job.pretrained else self._meter("training the tokenizer", set())
+        tokenizer = job.tokenizer(meter.tell if meter else lambda *_: None)
         encoder = job.encoder(tokenizer)
-        held_text = not data.examples
-        size = data.prepare.shard_tokens
-        writers: Writers = {
-            split: ShardWriter(aside, split, encoder.dtype, size, held_text and split == "held_out")
-            for split in SPLITS
-        }
-        items = batches(job.items(job.bad, _pass(progress, job.passes - 1, job.passes)))
-        if isinstance(encoder, ExampleEncoder):
-            audit = _write_examples(encoder, items, writers, data.held_out)
-        else:
-            audit = _write_documents(encoder, items, writers, data.held_out)
-        for writer in writers.values():
-            writer.close()
-        job.hashes.check_unchanged()
-        manifest.update(seal({**_manifest(job, tokenizer, encoder, writers), **audit}))
-        train = writers["train"].closed
-        _check_length(sum(s.documents for s in train), sum(s.tokens for s in train), data)
+        plain = encoder if isinstance(encoder, Encoder) else Encoder(tokenizer)
         if isinstance(encoder, ExampleEncoder) and encoder.template:
             tokenizer.chat_template = encoder.template.text  # what the model is tuned to
-        tokenizer.save_pretrained(aside / TOKENIZER)
-
-
-def _write_documents(
-    encoder: Encoder, items: Iterator[list[Item]], writers: Writers, held_out: float
-) -> dict[str, Any]:
-    for batch in items:
-        texts = [item.text for item in batch]
-        for item, tokens in zip(batch, encoder.encode(texts), strict=True):
-            writers[item.split(held_out)].add(item.id, item.text, tokens, item.size)
-    return {}
-
-
-def _write_examples(
-    encoder: ExampleEncoder, items: Iterator[list[Item]], writers: Writers, held_out: float
-) -> dict[str, Any]:
-    """What the manifest says of the label audit.
-
-    Raises:
-        RequestError: when the audit finds that no end is ever trained.
-    """
-    audits = {split: Audit() for split in SPLITS}
-    for batch in items:
-        splits = {item.id: item.split(held_out) for item in batch}
-        for found in encoder.encode([item.example for item in batch if item.example]):
-            split = splits[found.id]
-            writers[split].add(found.id, "", found.tokens, found.text_bytes, found.weights)
-            audits[split].add(found)
-    if audits["train"].examples:  # else there is more to say than that
-        audits["train"].check()
-    counts = {split: audit.counts() for split, audit in audits.items()}
-    return {"audit": {**counts, "notices": audits["train"].notices()}}
-
-
-def _manifest(
-    job: Job,
-    tokenizer: PreTrainedTokenizerFast,
-    encoder: Encoder | ExampleEncoder,
-    writers: Writers,
-) -> dict[str, Any]:
-    plain = encoder if isinstance(encoder, Encoder) else Encoder(tokenizer)
-    shards = {split: writer.closed for split, writer in writers.items()}
-    return {
-        "format": FORMAT,
-        "key": job.key,
-        "counts": {
-            split: {
-                ("examples" if job.data.examples else "documents"): sum(
-                    shard.documents for shard in closed
-                ),
-                "tokens": sum(shard.tokens for shard in closed),
-                "bytes": sum(shard.bytes for shard in closed),
+        with self._work.scratch() as folder:
+            tokenizer.save_pretrained(folder)
+            saved = {
+                f"{TOKENIZER}/{path.name}": result.take(path, f"{TOKENIZER}/{path.name}")
+                for path in sorted(folder.iterdir())
             }
-            for split, closed in shards.items()
-        },
-        "skipped": {"counts": dict(job.bad.counts), "examples": job.bad.examples},
-        "tokenizer": {
-            "hash": plain.hash,  # of the tokenizer alone, however examples are encoded
-            "vocabulary_size": encoder.vocabulary_size,
-            "pretrained": job.pretrained[0] if job.pretrained else None,
-        },
-        "dtype": encoder.dtype.__name__,
-        "sources": [source.model_dump() for source in job.data.sources],
-        "shards": {split: [vars(shard) for shard in closed] for split, closed in shards.items()},
-    }
+        # The hash is of the tokenizer alone, however examples are encoded.
+        said = {"files": saved, "hash": plain.hash, "vocabulary_size": plain.vocabulary_size}
+        write_json(self._work, TOKENIZER_RECORD, said)
+        return tokenizer
 
+    def _commit(self, tokenize: Tokenize, dropped: list[int]) -> None:
+        job = self._job
+        tokenized = self._records(Tokenize.stage)
+        read = self._records(Read.stage) if self._documents.stored else tokenized
+        tokenizer = read_json(self._work, TOKENIZER_RECORD)
+        try:
+            job.hashes.check_unchanged()
+            dtype = tokenize.encoder.dtype.__name__
+            manifest = manifest_of(job, tokenizer, dtype, read, tokenized, dropped)
+            train = manifest["shards"]["train"]
+            documents, tokens = (sum(s[name] for s in train) for name in ("documents", "tokens"))
+            _check_length(documents, tokens, job.data)
+        except RequestError:
+            self._work.remove()  # what is put right has another key
+            raise
+        secured = dict(tokenizer["files"])
+        for record in tokenized:
+            secured.update(record["files"])
+        whole = {"prepared": seal(manifest), "files": secured}
+        commit(job.result, job.place, json.dumps(whole, indent=2) + "\n")
 
-def _pass(progress: Progress, done: int, passes: int) -> Progress:
-    """Progress of one pass out of several."""
-    return lambda share: progress((done + share) / passes)
+    def _records(self, stage: str) -> list[dict[str, Any]]:
+        """Of all tasks, in their order.
+
+        Raises:
+            RequestError: when one is gone.
+        """
+        with ThreadPoolExecutor(16) as threads:  # on a store each takes its time
+            numbers = [task.number for task in self._job.tasks]
+            found = list(threads.map(lambda n: read_record(self._work, stage, n), numbers))
+        if None in found:
+            raise RequestError(f"{self._work.place}: was changed by something else; start again")
+        return [record for record in found if record is not None]
 
 
 def _check_trainable(data: DataSection) -> None:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
+from rostra.config.loading import LoadTable
 from rostra.data.cache import digest
-from rostra.data.shards import SPLITS, Shard, ShardCounts, Shards, Split, open_shard
+from rostra.data.local_cache import LocalCache
+from rostra.data.mapping import Content, MappedFiles
+from rostra.data.shards import SPLITS, Shard, ShardCounts, Shards, Split
 from rostra.data.tokenizer import load_tokenizer
 from rostra.errors import RequestError
-from rostra.store import read_manifest, sha256_file
+from rostra.files import is_url, join, read_bytes
+from rostra.store import MANIFEST
 
 # Raise it when the same sources would give other shards.
 FORMAT = 1
@@ -33,16 +39,52 @@ class HeldOut:
     text: str
 
 
+class PreparedFiles:
+    """The files of prepared data: in a local folder, or on a store and then in the local cache.
+
+    A file's content is hashed before it is first used.
+    """
+
+    def __init__(
+        self, folder: Path | str, files: dict[str, Any], cache: LocalCache | None = None
+    ) -> None:
+        """
+        Args:
+            files: of each its `sha256` and `bytes`, as the manifest has them.
+            cache: of files on a store; `folder` is a URL then.
+        """
+        self.folder = folder
+        self._sums = {
+            name: (str(file["sha256"]), int(file["bytes"])) for name, file in files.items()
+        }
+        self._cache = cache
+        self._mapped = MappedFiles()
+
+    def below(self, folder: str) -> list[str]:
+        """Names of the files in a folder of this one."""
+        return [name for name in self._sums if name.startswith(f"{folder}/")]
+
+    def content(self, name: str) -> Content:
+        """Raises RequestError when it is missing, or not what the manifest says."""
+        sha256, size = self._sums[name]
+        if self._cache is not None:
+            return self._cache.map(join(str(self.folder), name), sha256, size)
+        return self._mapped.checked(Path(self.folder, name), sha256)
+
+    def shard(self, name: str) -> Shard:
+        return Shard.of(self.content(name))
+
+
 class Prepared:
     """What `prepare` made: the shards of both splits, and the tokenizer.
 
-    `manifest` has `format, key, counts` (documents, tokens and bytes a split), `skipped`,
-    `tokenizer` (hash, vocabulary size, its name when pretrained), `dtype, sources, shards`, and
-    of examples `audit`.
+    `folder` is a local one or a URL. `manifest` has `format, key, counts` (documents, tokens
+    and bytes a split), `skipped`, `tokenizer` (hash, vocabulary size, its name when
+    pretrained), `dtype, sources, shards`, and of examples `audit`.
     """
 
-    def __init__(self, folder: Path, manifest: dict[str, Any], files: dict[str, Any]) -> None:
-        self.folder = folder
+    def __init__(self, manifest: dict[str, Any], files: PreparedFiles) -> None:
+        self.folder = files.folder
         self.manifest = manifest
         self._files = files
         self.train = self._shards("train")
@@ -50,10 +92,7 @@ class Prepared:
 
     def _shards(self, split: Split) -> Shards:
         counts = [ShardCounts(**shard) for shard in self.manifest["shards"][split]]
-        return Shards(counts, self._open_shard)
-
-    def _open_shard(self, name: str) -> Shard:
-        return open_shard(self.folder / name, self._files[name]["sha256"])
+        return Shards(counts, self._files.shard)
 
     @property
     def key(self) -> str:
@@ -81,15 +120,12 @@ class Prepared:
         Raises:
             RequestError: when its files are not what the manifest says.
         """
-        folder = self.folder / TOKENIZER
-        for name in (n for n in self._files if n.startswith(f"{TOKENIZER}/")):
-            path = self.folder / name
-            if not path.is_file() or sha256_file(path) != self._files[name]["sha256"]:
-                raise RequestError(
-                    f"{path}: this tokenizer file is missing or corrupt. Delete {self.folder} "
-                    "and start the same command again: the data is then prepared anew."
-                )
-        return load_tokenizer(folder)
+        with TemporaryDirectory() as folder:  # what is loaded is what was hashed
+            for name in self._files.below(TOKENIZER):
+                path = Path(folder, name)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(self._files.content(name))
+            return load_tokenizer(Path(folder, TOKENIZER))
 
     @property
     def audit(self) -> dict[str, Any]:
@@ -107,23 +143,53 @@ def seal(manifest: dict[str, Any]) -> dict[str, Any]:
     return {**manifest, "digest": digest(manifest)}
 
 
-def open_prepared(folder: Path) -> Prepared | None:
-    """The prepared data in `folder`; None when it is missing, not whole, or of another format.
+def open_prepared(folder: Path | str, load: LoadTable | None = None) -> Prepared | None:
+    """The prepared data in a folder or at a URL; None when it is missing, not whole, or of
+    another format.
 
-    Sizes of files are checked here, their hashes when they are first used.
+    The sizes of local files are checked here, the hashes of all when they are first used.
+
+    Args:
+        load: has the cache for files of a URL.
+
+    Raises:
+        RequestError: when a store does not answer, or refuses.
     """
+    remote = is_url(str(folder))
     try:
-        whole = read_manifest(folder)
-        files, sealed = whole["files"], dict(whole["prepared"])  # type: ignore[index]
+        whole = json.loads(_manifest(folder))
+        files, sealed = whole["files"], dict(whole["prepared"])
         if sealed.pop("digest") != digest(sealed) or sealed["format"] != FORMAT:
             return None
-        sizes = {name: (folder / name).stat().st_size for name in files}
-        named = {s["file"] for split in SPLITS for s in sealed["shards"][split]}
-        if not named <= set(files) or any(sizes[n] != files[n]["bytes"] for n in files):
+        if not _is_complete(sealed, files):
             return None
-        return Prepared(folder, sealed, files)
+        if not remote:
+            folder = Path(folder)
+            if any((folder / n).stat().st_size != file["bytes"] for n, file in files.items()):
+                return None
+        cache = LocalCache.of(load or LoadTable()) if remote else None
+        return Prepared(sealed, PreparedFiles(folder, files, cache))
     except (KeyError, TypeError, ValueError, OSError):
         return None
+
+
+def _manifest(folder: Path | str) -> bytes:
+    if not is_url(str(folder)):
+        return Path(folder, MANIFEST).read_bytes()
+    url = join(str(folder), MANIFEST)
+    try:
+        return read_bytes(url)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise RequestError(f"{url}: cannot be read ({error.strerror})") from error
+
+
+def _is_complete(sealed: dict[str, Any], files: dict[str, Any]) -> bool:
+    """Whether `files`, which no digest covers, has the shards and else a tokenizer's only."""
+    shards = {shard["file"] for split in SPLITS for shard in sealed["shards"][split]}
+    rest = files.keys() - shards
+    return shards <= files.keys() and all(name.startswith(f"{TOKENIZER}/") for name in rest)
 
 
 def held_out(prepared: Prepared) -> Iterator[HeldOut]:

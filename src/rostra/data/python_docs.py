@@ -14,6 +14,7 @@ from typing import ClassVar
 
 from rostra.config.sources import PythonDocsSource
 from rostra.data.sources import BadRecords, Document, Part, Reader
+from rostra.files import file_at
 
 TOPICS = "topics"
 # Not of the library itself, or the topics again, or tests (full of undecodable and odd text).
@@ -33,14 +34,14 @@ class PythonDocsReader(Reader):
     def parts(self, bad: BadRecords) -> list[Part]:
         library = Path(sysconfig.get_path("stdlib"))
         modules = sorted((path.relative_to(library).as_posix(), path) for path in _modules(library))
-        topics = Part(TOPICS, Path(pydoc_data.topics.__file__))
-        return [topics, *(Part(name, path) for name, path in modules)]
+        topics = Part(TOPICS, file_at(pydoc_data.topics.__file__))
+        return [topics, *(Part(name, file_at(str(path))) for name, path in modules)]
 
     def documents(self, part: Part, bad: BadRecords) -> Iterator[Document]:
         if part.name == TOPICS:
             for name, text in sorted(pydoc_data.topics.topics.items()):
                 yield Document(f"{TOPICS}/{name}", text)
-        elif text := _source(part.path):
+        elif text := _source(Path(part.file.url)):
             yield Document(part.name, text)
 
 

@@ -7,6 +7,7 @@ A record is a table of values with the place it came from. What examples are mad
 from __future__ import annotations
 
 import csv
+import io
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -18,8 +19,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rostra.config.sources import RecordsSource
+from rostra.data.hub import dataset_failed, found_file, saved_dataset, the_library
+from rostra.data.readers.compressed import open_plain, plain_suffix
 from rostra.data.sources import BadRecords, Part, find_parts
 from rostra.errors import RequestError
+from rostra.files import File, is_url, local_path, open_range
 
 SUFFIXES = {
     ".json": "json",
@@ -64,21 +68,36 @@ def find_records(source: RecordsSource, key: str, bad: BadRecords) -> list[Part]
     Raises:
         RequestError: for a dataset that cannot be loaded; under `bad`, for missing files.
     """
-    path = Path(source.path).expanduser()
+    path = local_path(source.path)
+    local = not is_url(source.path)
     if source.format in ("auto", "dataset"):
-        if path.is_dir() and (parts := _saved_dataset(path, source, key)):
+        if parts := saved_dataset(source.path, source.split, key):
             return parts
-        if _is_hub(path, source) or (path.is_dir() and _is_hub_like(path, source)):
+        if local and (_is_hub(path, source) or (path.is_dir() and _is_hub_like(path, source))):
             return _loaded_dataset(source, key)
-    suffixes = tuple(s for s, f in SUFFIXES.items() if source.format in ("auto", f))
-    parts = find_parts(source.path, suffixes, key, bad)
-    if not path.is_dir():
-        return parts
+    parts = find_parts(source.path, _suffixes(source.format), key, bad)
+    folder = path.is_dir() if local else not _is_one(source.path, parts)
+    return _of_split(parts, source, key, bad) if folder else parts
+
+
+def _suffixes(format: str) -> tuple[str, ...]:
+    known = [s for s, f in SUFFIXES.items() if format in ("auto", f)]
+    return tuple(suffix + packed for suffix in known for packed in ("", ".gz", ".zst"))
+
+
+def _is_one(url: str, parts: list[Part]) -> bool:
+    """Whether a URL is that of a file, or a glob."""
+    return [part.file.url for part in parts] == [url] or any(c in url for c in "*?[")
+
+
+def _of_split(parts: list[Part], source: RecordsSource, key: str, bad: BadRecords) -> list[Part]:
+    """The files in a folder that are named after the split, if any is named after one."""
     named = {part.name: SPLIT_NAMES.search(part.name.lower()) for part in parts}
     wanted = source.split.removesuffix("ation")
     chosen = [p for p in parts if (m := named[p.name]) and m[1].startswith(wanted)]
     if any(named.values()) and not chosen:
-        bad.reject("missing", path, f"no file of split {source.split!r}", f"Correct {key}.split")
+        problem = f"no file of split {source.split!r}"
+        bad.reject("missing", source.path, problem, f"Correct {key}.split")
         return []
     return chosen or parts
 
@@ -86,43 +105,44 @@ def find_records(source: RecordsSource, key: str, bad: BadRecords) -> list[Part]
 def read_records(part: Part, source: RecordsSource, key: str, bad: BadRecords) -> Iterator[Record]:
     """The records of one file; what cannot be used goes to `bad` by file and number."""
     told = source.format not in ("auto", "dataset")
-    kind = source.format if told else SUFFIXES.get(part.path.suffix.lower())
+    kind = source.format if told else SUFFIXES.get(plain_suffix(part.file))
     if kind is None:
         known = ", ".join(SUFFIXES)
         advice = f"Set {key}.format (known endings: {known})"
-        bad.reject("format", part.path, "its ending tells no format of records", advice)
+        bad.reject("format", part.where, "its ending tells no format of records", advice)
         return
     found = False
     try:
-        for number, values in _READERS[kind](part.path):
+        for number, values in _READERS[kind](part.file):
             found = True
-            where = f"{part.path}, {_UNITS[kind]} {number}"
+            where = f"{part.where}, {_UNITS[kind]} {number}"
             if isinstance(values, BadRecord):
                 values.reject(where, bad)
             else:
                 yield Record(where, f"{part.name}:{number}", values)
     except BadRecord as fault:
-        fault.reject(str(part.path), bad)
+        fault.reject(part.where, bad)
         return
     except (OSError, pa.ArrowException) as error:
         problem = f"cannot be read ({getattr(error, 'strerror', None) or error})"
-        bad.reject("unreadable", part.path, problem, "Make it readable")
+        bad.reject("unreadable", part.where, problem, "Make it readable")
         return
     if not found:
-        bad.reject("empty", part.path, "holds no record", "Take the file away")
+        bad.reject("empty", part.where, "holds no record", "Take the file away")
 
 
 Numbered = Iterator[tuple[int, "dict[str, Any] | BadRecord"]]
 
 
-def _json(path: Path) -> Numbered:
-    raw = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
+def _json(file: File) -> Numbered:
+    with open_plain(file) as source:
+        raw = source.read().removeprefix(b"\xef\xbb\xbf")
     try:
         # A byte that is not UTF-8 survives as half a surrogate pair, to be found in its record.
         found = json.loads(raw.decode("utf-8", "surrogateescape"))
     except json.JSONDecodeError as error:
         if error.msg == "Extra data" and b"\n" in raw.strip():  # JSON lines, under another name
-            yield from _jsonl(path)
+            yield from _jsonl(file)
             return
         place = f"line {error.lineno}, column {error.colno}"
         raise BadRecord(
@@ -138,9 +158,9 @@ def _json(path: Path) -> Numbered:
         yield number, _checked(values)
 
 
-def _jsonl(path: Path) -> Numbered:
-    with path.open("rb") as file:
-        for number, raw in enumerate(file, 1):
+def _jsonl(file: File) -> Numbered:
+    with open_plain(file) as lines:
+        for number, raw in enumerate(lines, 1):
             line = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
             if not line.strip():
                 continue
@@ -150,10 +170,11 @@ def _jsonl(path: Path) -> Numbered:
                 yield number, BadRecord("not JSON", f"not JSON ({error})", "Correct the line")
 
 
-def _csv(path: Path) -> Numbered:
+def read_csv(file: File, delimiter: str = ",") -> Numbered:
+    """The rows of a CSV file with a header, by the header's names."""
     csv.field_size_limit(LONGEST_FIELD)
-    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        rows = csv.DictReader(file, strict=True)
+    with io.TextIOWrapper(open_plain(file), "utf-8-sig", "surrogateescape", newline="") as lines:
+        rows = csv.DictReader(lines, strict=True, delimiter=delimiter)
         number = 0
         while True:
             number += 1
@@ -172,27 +193,37 @@ def _csv(path: Path) -> Numbered:
                 yield number, _checked(values)
 
 
-def _parquet(path: Path) -> Numbered:
-    with pq.ParquetFile(path) as file:
-        yield from _rows(file.iter_batches(1024))
+def _parquet(file: File) -> Numbered:
+    with open_range(file) as source, pq.ParquetFile(source) as table:
+        yield from _rows(table.iter_batches(1024))
 
 
-def _arrow(path: Path) -> Numbered:
-    with pa.memory_map(str(path)) as file, pa.ipc.open_stream(file) as batches:
+def read_arrow(file: File) -> Numbered:
+    """The rows of a file as the datasets library writes them: an Arrow stream."""
+    with open_range(file) as source, pa.ipc.open_stream(source) as batches:
         yield from _rows(iter(batches))
 
 
 def _rows(batches: Iterator[pa.RecordBatch]) -> Numbered:
     number = 0
     for batch in batches:
-        for row in range(batch.num_rows):
+        for values in rows_of(batch):
             number += 1
-            try:
-                values = batch.slice(row, 1).to_pylist()[0]
-            except UnicodeDecodeError as error:
-                yield number, _not_utf8(f"byte {error.start} of a text")
-            else:
-                yield number, _without_nulls(values)
+            yield number, values if isinstance(values, BadRecord) else _without_nulls(values)
+
+
+def rows_of(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | BadRecord]:
+    """The rows of a batch; one whose text is not UTF-8 costs only itself."""
+    try:
+        yield from batch.to_pylist()
+        return
+    except UnicodeDecodeError:
+        pass
+    for row in range(batch.num_rows):
+        try:
+            yield batch.slice(row, 1).to_pylist()[0]
+        except UnicodeDecodeError as error:
+            yield _not_utf8(f"byte {error.start} of a text")
 
 
 def _without_nulls(value: Any) -> Any:
@@ -227,41 +258,14 @@ def _not_utf8(what: str) -> BadRecord:
     return BadRecord("encoding", f"{what!r} is not UTF-8", "Convert the file to UTF-8")
 
 
-_READERS: dict[str, Callable[[Path], Numbered]] = {
+_READERS: dict[str, Callable[[File], Numbered]] = {
     "json": _json,
     "jsonl": _jsonl,
-    "csv": _csv,
+    "csv": read_csv,
     "parquet": _parquet,
-    "arrow": _arrow,
+    "arrow": read_arrow,
 }
 _UNITS = {"json": "record", "jsonl": "line", "csv": "row", "parquet": "row", "arrow": "row"}
-
-
-def _saved_dataset(folder: Path, source: RecordsSource, key: str) -> list[Part]:
-    """The files of a dataset that `save_to_disk` wrote; none when it is another folder."""
-    splits = folder / "dataset_dict.json"
-    if splits.is_file():
-        names = _table(splits, "splits")
-        if source.split not in names:
-            raise RequestError(
-                f"{folder}: has no split {source.split!r} ({key}.split); it has {', '.join(names)}"
-            )
-        folder = folder / source.split
-    state = folder / "state.json"
-    if not state.is_file():
-        return []
-    names = [file["filename"] for file in _table(state, "_data_files")]
-    return [Part(name, folder / name) for name in names]
-
-
-def _table(path: Path, key: str) -> list[Any]:
-    """The list under `key` in a file of the datasets library."""
-    try:
-        return list(json.loads(path.read_bytes())[key])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RequestError(
-            f"{path}: is not what the datasets library writes ({error!r}). Save the dataset anew."
-        ) from error
 
 
 def _is_hub(path: Path, source: RecordsSource) -> bool:
@@ -281,21 +285,13 @@ def _loaded_dataset(source: RecordsSource, key: str) -> list[Part]:
     """The Arrow files that the datasets library makes of a hub id or a folder like one."""
     if "[" in source.split:
         raise RequestError(f"{key}.split: {source.split!r} is a slice; name a whole split")
-    try:
-        import datasets
-    except ImportError as error:
-        raise RequestError(
-            f"{key}.path: {source.path!r} is read by the datasets library, which is not "
-            "installed. Install rostra[hub], or give files."
-        ) from error
+    datasets = the_library(source.path, key)
     try:
         loaded = datasets.load_dataset(source.path, source.subset, split=source.split)
     except Exception as error:  # its own kinds, those of the hub, of the network, of formats
-        reason = (str(error).strip() or repr(error)).splitlines()[0]
-        raise RequestError(
-            f"{source.path}: no such dataset could be loaded ({reason}). Correct {key}.path, "
-            "subset or split, or give a file or folder that exists."
-        ) from error
+        raise dataset_failed(source.path, key, error) from error
     stem = f"{source.subset or 'default'}-{source.split}"
     files = [Path(file["filename"]) for file in loaded.cache_files]
-    return [Part(f"{stem}-{number:05d}", path) for number, path in enumerate(files)]
+    return [
+        Part(f"{stem}-{number:05d}", found_file(str(path))) for number, path in enumerate(files)
+    ]

@@ -1,4 +1,4 @@
-"""Where documents come from: a reader for each kind of source, behind one interface.
+"""Where documents come from: the interface of all readers, and what they share.
 
 A reader lists its parts (units of work, in a fixed order), and reads one part at a time as
 Arrow batches of `SCHEMA`. Readers and parts are plain values, so that parts can be read by
@@ -7,20 +7,21 @@ other processes.
 
 from __future__ import annotations
 
-import glob
+import contextlib
 import json
-import os
+import tarfile
+import zlib
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import pyarrow as pa
 
-from rostra.config.sources import JsonlSource, TextSource
+from rostra.config.sources import SourceSection
 from rostra.errors import RequestError
+from rostra.files import File, find_files, open_range
 
 SCHEMA = pa.schema(
     [
@@ -37,15 +38,40 @@ BATCH_CHARACTERS = 4_194_304
 
 @dataclass(frozen=True)
 class Part:
-    """A unit of work: `name` is unique in its source and the same on every machine."""
+    """A unit of work: a file, or a range of one that can be split.
+
+    Attributes:
+        name: unique in its source, and the same on every machine.
+        start, stop: bytes of a file in lines, row groups of a Parquet file; to its end if None.
+        work: bytes to read, of a range; None is the whole file.
+    """
 
     name: str
-    path: Path
+    file: File
+    start: int = 0
+    stop: int | None = None
+    work: int | None = None
 
-    def fingerprint(self) -> tuple[int, int, int] | None:
-        """Size and times of the file: other when its content may be; None if it is not there."""
+    @property
+    def size(self) -> int:
+        """Bytes to read."""
+        return self.file.size if self.work is None else self.work
+
+    @property
+    def where(self) -> str:
+        """Its file, for messages."""
+        return self.file.url
+
+    def fingerprint(self) -> tuple[int | str, ...] | None:
+        """Other when the file's content may be; None if it is not there.
+
+        Of a local file its size and times by now. On a store size and version as listed, for
+        what is read there is of that version or an error.
+        """
+        if (path := self.file.local) is None:
+            return self.file.size, self.file.version
         try:
-            stat = self.path.stat()
+            stat = path.stat()
         except OSError:
             return None
         return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
@@ -69,7 +95,7 @@ class BadRecords:
     announced: int = 20  # of one reason; there may be millions
     kept: int = 1000  # examples
 
-    def reject(self, reason: str, where: str | Path, problem: str, advice: str) -> None:
+    def reject(self, reason: str, where: str, problem: str, advice: str) -> None:
         """Refuse a file or record.
 
         Raises:
@@ -82,7 +108,7 @@ class BadRecords:
             )
         self.counts[reason] += 1
         if len(self.examples) < self.kept:
-            self.examples.append({"where": str(where), "reason": reason, "problem": problem})
+            self.examples.append({"where": where, "reason": reason, "problem": problem})
         if self.counts[reason] <= self.announced:
             self.notice(f"skipped {where}: {problem}")
         elif self.counts[reason] == self.announced + 1:
@@ -94,11 +120,13 @@ class Reader(ABC):
     """Reads one source; `index` is its place in `data.sources`."""
 
     index: int
+    source: SourceSection
     kind: ClassVar[str]  # the source's `type`
+    tokens: ClassVar[bool] = False  # batches have `tokens` (large_list of uint32), not `text`
 
     @property
     def name(self) -> str:
-        return f"{self.kind}:{self.index}"
+        return self.source.name or f"{self.kind}:{self.index}"
 
     @property
     def key(self) -> str:
@@ -126,160 +154,80 @@ class Reader(ABC):
         if rows:
             yield self._batch(rows)
 
+    def document(self, values: Any, id: str, where: str, bad: BadRecords) -> Document | None:
+        """The document of a record: text under `field`, its own id under `id_field`, all else
+        metadata. None when it was rejected."""
+        name, own = getattr(self.source, "field", "text"), getattr(self.source, "id_field", None)
+        if not isinstance(values, dict) or not isinstance(text := values.get(name), str):
+            problem = f"has no text under {name!r}"
+            if isinstance(values, dict):
+                problem += f" (its keys: {', '.join(values) or 'none'})"
+            bad.reject("no text", where, problem, f"Set {self.key}.field to the key of the text")
+            return None
+        if not text.strip():
+            bad.reject("empty", where, f"the text under {name!r} is empty", "Remove it")
+            return None
+        if not _is_unicode(text):
+            problem = f"the text under {name!r} holds half a surrogate pair"
+            bad.reject("encoding", where, problem, "Correct it")
+            return None
+        if own is not None and values.get(own) is None:
+            bad.reject("no id", where, f"has nothing under {own!r}", f"Correct {self.key}.id_field")
+            return None
+        rest = {key: value for key, value in values.items() if key not in (name, own)}
+        return Document(id if own is None else str(values[own]), text, rest)
+
     def _batch(self, rows: list[Document]) -> pa.RecordBatch:
         columns = [
             pa.array([row.id for row in rows], pa.string()),
             pa.array([row.text for row in rows], pa.large_string()),
             pa.array([self.name] * len(rows), pa.string()),
-            pa.array([json.dumps(row.metadata) for row in rows], pa.string()),
+            pa.array([_json(row.metadata) for row in rows], pa.string()),
         ]
         return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
 
 
-@dataclass(frozen=True)
-class TextReader(Reader):
-    """Text files; the id of a document is its path below the source's."""
-
-    source: TextSource
-    kind: ClassVar[str] = "text"
-
-    def parts(self, bad: BadRecords) -> list[Part]:
-        return find_parts(self.source.path, (".txt", ".md"), self.key, bad)
-
-    def documents(self, part: Part, bad: BadRecords) -> Iterator[Document]:
-        raw = read_bytes(part.path, bad)
-        if raw is None:
-            return
-        text = decode(raw, self.source.encoding, part.path, f"{self.key}.encoding", bad)
-        if text is not None:
-            yield Document(part.name, text)
-
-
-@dataclass(frozen=True)
-class JsonlReader(Reader):
-    """JSON lines; the id of a document is its file and line, its metadata the other keys."""
-
-    source: JsonlSource
-    kind: ClassVar[str] = "jsonl"
-
-    def parts(self, bad: BadRecords) -> list[Part]:
-        return find_parts(self.source.path, (".jsonl",), self.key, bad)
-
-    def documents(self, part: Part, bad: BadRecords) -> Iterator[Document]:
-        filled = 0
-        try:
-            with part.path.open("rb") as file:
-                for number, line in enumerate(file, 1):
-                    if not line.strip():
-                        continue
-                    filled += 1
-                    if number == 1:
-                        line = line.removeprefix(b"\xef\xbb\xbf")  # noqa: PLW2901
-                    where = f"{part.path}, line {number}"
-                    if (record := self._record(line, where, bad)) is not None:
-                        text = record.pop(self.source.field)
-                        yield Document(f"{part.name}:{number}", text, record)
-        except OSError as error:
-            _unreadable(part.path, error, bad)
-            return
-        if not filled:
-            _empty(part.path, bad)
-
-    def _record(self, line: bytes, where: str, bad: BadRecords) -> dict[str, Any] | None:
-        """The object of a line, with text under the field; None when it was rejected."""
-        name = self.source.field
-        try:
-            record = json.loads(line)
-        except UnicodeDecodeError as error:
-            bad.reject("encoding", where, f"byte {error.start} is not UTF-8", "Convert the file")
-            return None
-        except (ValueError, RecursionError) as error:
-            bad.reject("not JSON", where, f"not JSON ({error})", "Correct the line")
-            return None
-        if not isinstance(record, dict) or not isinstance(text := record.get(name), str):
-            problem = f"has no text under {name!r}"
-            if isinstance(record, dict):
-                problem += f" (its keys: {', '.join(record) or 'none'})"
-            bad.reject("no text", where, problem, f"Set {self.key}.field to the key of the text")
-            return None
-        if not text.strip():
-            bad.reject("empty", where, f"the text under {name!r} is empty", "Remove the line")
-            return None
-        if not _is_unicode(text):
-            problem = f"the text under {name!r} holds half a surrogate pair"
-            bad.reject("encoding", where, problem, "Correct the line")
-            return None
-        return record
+@contextlib.contextmanager
+def reading(part: Part, bad: BadRecords) -> Iterator[None]:
+    """Refuse the part's file when it breaks; what was read before is used."""
+    try:
+        yield
+    except (OSError, EOFError, zlib.error, tarfile.TarError, pa.ArrowException) as error:
+        unreadable(part.where, error, bad)
 
 
 def find_parts(path: str, suffixes: tuple[str, ...], key: str, bad: BadRecords) -> list[Part]:
     """The files that `path` (a file, a folder, or a glob) names, sorted by name.
 
     Below a folder, files of the given suffixes count, hidden files and folders do not.
+
+    Raises:
+        RequestError: when a store refuses or does not answer; under `bad`, for no files.
     """
-    start = Path(path).expanduser()
-    if start.is_file():
-        return [Part(part_name(start, start.parent), start)]
-    if start.is_dir():
-        files: Iterable[Path] = (p for p in walk(start, bad) if p.suffix.lower() in suffixes)
-        nothing = f"no {' or '.join(suffixes)} file in this folder ({key}.path)"
-    elif glob.has_magic(path):
-        found = glob.glob(str(start), recursive=True)  # noqa: PTH207 - it may be absolute
-        files = (p for p in map(Path, found) if p.is_file())
-        start = _fixed(start)
-        nothing = f"no file matches ({key}.path)"
-    else:
-        nothing = "is no regular file" if start.exists() else "no such file or folder"
-        files, nothing = (), f"{nothing} ({key}.path)"
-    parts = sorted((Part(part_name(p, start), p) for p in files), key=lambda part: part.name)
-    if not parts:
+    try:
+        found = find_files(path, suffixes, lambda where, error: unreadable(where, error, bad))
+        return [Part(name, file) for name, file in found]
+    except FileNotFoundError as error:
+        nothing = f"{error.strerror or error} ({key}.path)"
         bad.reject("missing", path, nothing, f"Correct {key}.path")
-    return parts
+        return []
 
 
-def walk(folder: Path, bad: BadRecords) -> Iterator[Path]:
-    """Every file below `folder`, hidden ones and those in hidden folders passed over."""
-
-    def refuse(error: OSError) -> None:
-        _unreadable(error.filename, error, bad)
-
-    seen: set[tuple[int, int]] = set()  # links may lead round in circles
-    for root, folders, files in os.walk(folder, onerror=refuse, followlinks=True):
-        here = Path(root).stat()
-        if (here.st_dev, here.st_ino) in seen:
-            folders.clear()
-            continue
-        seen.add((here.st_dev, here.st_ino))
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in sorted(files):
-            if not name.startswith("."):
-                yield Path(root, name)
-
-
-def _fixed(pattern: Path) -> Path:
-    """The part of a glob before its first wildcard."""
-    return next(p for p in pattern.parents if not glob.has_magic(str(p)))
-
-
-def part_name(path: Path, root: Path) -> str:
-    """`path` below `root`, with slashes, as text even where a name is not UTF-8."""
-    return os.fsencode(path.relative_to(root).as_posix()).decode("utf-8", "backslashreplace")
-
-
-def read_bytes(path: Path, bad: BadRecords) -> bytes | None:
+def read_whole(file: File, bad: BadRecords) -> bytes | None:
     """The content of a file; None when it was rejected as unreadable or empty."""
     try:
-        raw = path.read_bytes()
+        with open_range(file) as source:
+            raw = source.read()
     except OSError as error:
-        _unreadable(path, error, bad)
+        unreadable(file.url, error, bad)
         return None
     if not raw.strip():
-        _empty(path, bad)
+        refuse_empty(file.url, bad)
         return None
     return raw
 
 
-def decode(raw: bytes, encoding: str, where: Path, key: str, bad: BadRecords) -> str | None:
+def decode(raw: bytes, encoding: str, where: str, key: str, bad: BadRecords) -> str | None:
     """The text of a file without its byte order mark; None when it was rejected.
 
     Raises:
@@ -305,9 +253,14 @@ def decode(raw: bytes, encoding: str, where: Path, key: str, bad: BadRecords) ->
         _binary(where, zero, bad)
         return None
     if not text.strip():
-        _empty(where, bad)
+        refuse_empty(where, bad)
         return None
     return text
+
+
+def _json(metadata: dict[str, Any]) -> str:
+    """As JSON; dates and the like as text."""
+    return json.dumps(metadata, default=str)
 
 
 def _is_unicode(text: str) -> bool:
@@ -318,14 +271,16 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _binary(where: Path, offset: int, bad: BadRecords) -> None:
+def _binary(where: str, offset: int, bad: BadRecords) -> None:
     bad.reject("binary", where, f"binary, not text (NUL at {offset})", "Take the file away")
 
 
-def _empty(where: Path, bad: BadRecords) -> None:
+def refuse_empty(where: str, bad: BadRecords) -> None:
+    """Refuse a file without any text."""
     bad.reject("empty", where, "empty, there is no text in it", "Take the file away")
 
 
-def _unreadable(where: str | Path, error: OSError, bad: BadRecords) -> None:
-    problem = f"cannot be read ({error.strerror or error})"
+def unreadable(where: str, error: Exception, bad: BadRecords) -> None:
+    """Refuse a file for an error of reading it."""
+    problem = f"cannot be read ({getattr(error, 'strerror', None) or error})"
     bad.reject("unreadable", where, problem, "Make it readable")

@@ -165,6 +165,11 @@ class Encoder:
                 documents[owner].append(np.array(encoding.ids, dtype=self.dtype))
         return [np.concatenate([*ids, self._eos]) for ids in documents]
 
+    def take(self, documents: list[NDArray[np.uint32]]) -> list[tuple[NDArray[Any], str]]:
+        """Documents that come in tokens: these in this encoder's type, and their text."""
+        texts = self._backend.decode_batch([ids.tolist() for ids in documents])
+        return [(ids.astype(self.dtype), text) for ids, text in zip(documents, texts, strict=True)]
+
 
 def pieces(text: str, size: int = _PIECE) -> Iterator[str]:
     """Parts of a long text, each cut before the space between two words."""

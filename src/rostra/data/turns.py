@@ -89,9 +89,9 @@ class Turns:
         and after the last, and what they say there; None unless these make the whole."""
         count = len(self.messages)
         skeleton = self.render(self._marked, False)
-        order = sorted(range(count), key=lambda k: skeleton.find(_mark(k)))
-        pieces = re.split("|".join(map(_mark, range(count))), skeleton)
-        if len(pieces) != count + 1 or any(_mark(k) not in skeleton for k in order):
+        order = sorted(range(count), key=lambda k: skeleton.find(stand_in(k)))
+        pieces = re.split("|".join(map(stand_in, range(count))), skeleton)
+        if len(pieces) != count + 1 or any(stand_in(k) not in skeleton for k in order):
             return None
         texts, position = [], 0
         for k, piece, following in zip(order, pieces, pieces[1:], strict=False):
@@ -112,7 +112,7 @@ class Turns:
         rank = order.index(k)
         start = sum(map(len, pieces[: rank + 1])) + sum(map(len, texts[:rank]))
         alone = self.render(self._marked[: k + 1], False)
-        tail = alone.partition(_mark(k))[2].rstrip()
+        tail = alone.partition(stand_in(k))[2].rstrip()
         if not pieces[rank + 1].startswith(tail):
             return None
         end = start + len(texts[rank]) + len(tail)
@@ -131,10 +131,10 @@ class Turns:
         for k, message in enumerate(self.messages):
             values = message.values()
             if message.text.strip() or not message.calls:
-                values["content"] = _mark(k)
+                values["content"] = stand_in(k)
             else:
                 first, *more = message.more["tool_calls"]
-                named = {**first, "function": {**first["function"], "name": _mark(k)}}
+                named = {**first, "function": {**first["function"], "name": stand_in(k)}}
                 values["tool_calls"] = [named, *more]
             found.append(values)
         return found
@@ -145,7 +145,8 @@ def anchor(message: Message) -> str:
     return message.text if message.text.strip() or not message.calls else message.calls[0]
 
 
-def _mark(k: int) -> str:
+def stand_in(k: int) -> str:
+    """What stands in the place of what message `k` says."""
     return f"Zq{k}ROSTRAq"
 
 

@@ -13,13 +13,26 @@ from rostra.data.shards import ShardCounts, Split
 
 
 class ShardWriter:
-    """Writes the shards of one split: one after the other, each closed when it is full."""
+    """Writes the shards of one split: one after the other, each closed when it is full.
+
+    `task` keeps their names apart from those that other tasks write for the same split;
+    `source` is the place in data.sources that all documents come from.
+    """
 
     def __init__(
-        self, folder: Path, split: Split, dtype: type[Any], shard_tokens: int, keep_text: bool
+        self,
+        folder: Path,
+        split: Split,
+        dtype: type[Any],
+        shard_tokens: int,
+        keep_text: bool,
+        task: int | None = None,
+        source: int = 0,
     ) -> None:
         self.folder = folder
         self.split = split
+        self.task = task
+        self.source = source
         self.dtype = dtype
         self.shard_tokens = shard_tokens
         self.keep_text = keep_text
@@ -55,11 +68,17 @@ class ShardWriter:
         if self._held >= self.shard_tokens:
             self.close()
 
+    def _number(self) -> str:
+        number = len(self.closed)
+        if self.task is None:
+            return f"{number:05d}"
+        return f"{self.task:05d}" + (f"-{number:05d}" if number else "")
+
     def close(self) -> None:
         """Write what is held, if anything."""
         if not self._ids:
             return
-        name = f"{self.split}-{len(self.closed):05d}.arrow"
+        name = f"{self.split}-{self._number()}.arrow"
         offsets = np.zeros(len(self._tokens) + 1, dtype=np.int64)
         np.cumsum([len(tokens) for tokens in self._tokens], out=offsets[1:])
         tokens = pa.array(np.concatenate(self._tokens), pa.from_numpy_dtype(self.dtype))
@@ -79,5 +98,6 @@ class ShardWriter:
             pa.ipc.new_file(file, batch.schema) as writer,
         ):
             writer.write_batch(batch)
-        self.closed.append(ShardCounts(name, len(self._ids), self._held, sum(self._bytes)))
+        counts = len(self._ids), self._held, sum(self._bytes)
+        self.closed.append(ShardCounts(name, *counts, self.source))
         self._clear()

@@ -13,6 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from rostra.errors import RostraError
 from rostra.export.updates import Update
+from rostra.generate import with_adapters
 from rostra.models import evaluating, load_model
 from rostra.models.weights import real_model
 from rostra.pieces import Reader
@@ -82,36 +83,25 @@ def reference(
 ) -> Reference:
     """Base and adapters side by side, in float32. Host memory: the whole model.
 
-    `rows` are the merged model's embeddings: peft loads an adapter with grown ones only into
-    a model that has grown before.
+    `rows` are the merged model's embeddings, which may have grown.
     """
     model = real_model(config, base)
     grown = rows != config.get_text_config().vocab_size
     bare = None if grown else logits(model, tokens)
-    if grown:
-        model.resize_token_embeddings(rows, mean_resizing=False)
-    adapted = _with_adapters(model, adapters)
+    adapted = _weighted(model, adapters)
     found = logits(adapted, tokens)
     return Reference(found, bare, measure(adapted) if measure else None)
 
 
-def _with_adapters(model: PreTrainedModel, adapters: Sequence[Update]) -> Any:
+def _weighted(model: PreTrainedModel, adapters: Sequence[Update]) -> Any:
     """peft's own model of them, each at its weight."""
-    from peft import PeftModel
     from peft.tuners.lora import LoraLayer
 
-    by_name = {str(index): adapter for index, adapter in enumerate(adapters)}
-    adapted = PeftModel.from_pretrained(
-        model, by_name["0"].path, adapter_name="0", torch_device="cpu"
-    )
-    for name, adapter in list(by_name.items())[1:]:
-        adapted.load_adapter(adapter.path, adapter_name=name, torch_device="cpu")
-    if len(by_name) > 1:
-        adapted.base_model.set_adapter(list(by_name))
+    adapted = with_adapters(model, [adapter.path for adapter in adapters])
     for layer in adapted.modules():
         if isinstance(layer, LoraLayer):
-            for name, adapter in by_name.items():
-                layer.set_scale(name, adapter.weight)
+            for number, adapter in enumerate(adapters):
+                layer.set_scale(str(number), adapter.weight)
     return adapted
 
 

@@ -31,6 +31,7 @@ from rostra.export.agreement import (
 from rostra.export.bases import Base, Notice, open_base
 from rostra.export.merged import Merged
 from rostra.export.updates import Update, Weighted, open_updates
+from rostra.generate import all_stops
 from rostra.models import model_on_meta
 from rostra.models.weights import WEIGHTS_INDEX, real_model
 from rostra.store import commit_folder
@@ -73,8 +74,9 @@ def merge(
         types = {name: found.dtype(merged.origin(name)) for name in merged.names()}
         with commit_folder(output, base=base, adapters=[a.path for a in opened]) as path:
             write_weights(path, merged, types, shard_size)
-            _write_config(path, base, merged, types)
-            _write_tokenizer(path, tokenizer or _tokenizer_of(opened, base), notice)
+            _write_config(path, merged, types)
+            written_by = _write_tokenizer(path, tokenizer or _tokenizer_of(opened, base), notice)
+            _write_generation(path, base, written_by)
             result = _compare(path, found, merged, opened, types, measure)
         if (effect := result["adapter_effect"]) and (
             lost := result["logits_difference"]
@@ -109,21 +111,33 @@ def write_weights(
         (path / WEIGHTS_INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _write_config(path: Path, base: str, merged: Merged, types: dict[str, torch.dtype]) -> None:
+def _write_config(path: Path, merged: Merged, types: dict[str, torch.dtype]) -> None:
     config = merged.config
     config.architectures = [type(model_on_meta(config)).__name__]
     largest = max(types, key=lambda name: math.prod(merged.shape(name)))
     config.dtype = types[largest]  # in which transformers loads it
     config.save_pretrained(path)
-    with suppress(OSError):  # not every base has one
-        GenerationConfig.from_pretrained(base).save_pretrained(path)
 
 
-def _write_tokenizer(path: Path, tokenizer: str, notice: Notice) -> None:
+def _write_tokenizer(path: Path, tokenizer: str, notice: Notice) -> Any:
+    """The tokenizer, if there is one."""
     try:
-        load_tokenizer(tokenizer).save_pretrained(path)
+        loaded = load_tokenizer(tokenizer)
     except RequestError as error:
         notice(f"written without a tokenizer: {error}")
+        return None
+    loaded.save_pretrained(path)
+    return loaded
+
+
+def _write_generation(path: Path, base: str, tokenizer: Any) -> None:
+    """The base's own, if it has one, and where the tuned model stops."""
+    config = GenerationConfig()
+    with suppress(OSError):
+        config = GenerationConfig.from_pretrained(base)
+    if tokenizer is not None:
+        config.eos_token_id = all_stops(config, tokenizer) or None
+    config.save_pretrained(path)
 
 
 def _tokenizer_of(updates: Sequence[Update], base: str) -> str:

@@ -23,8 +23,9 @@ COMPILE_GAIN = 0.3  # share of an uncompiled step that compiling saves at the le
 FREE_KEYS = (
     "run.name", "run.output", "data.cache", "train.steps", "train.tokens", "train.epochs",
     "train.micro_batch_size", "train.compile", "parallel", "memory", "checkpoint", "evaluate",
-    "quantization.cache",
-    "monitor", "launch", "serve", "stability.bad_steps",
+    "quantization.cache", "data.load.read_ahead", "data.load.workers", "data.load.cache",
+    "data.load.cache_bytes", "data.prepare.engine", "data.prepare.workers", "data.prepare.spark",
+    "data.prepare.slurm", "monitor", "launch", "serve", "stability.bad_steps",
 )  # fmt: skip
 
 
@@ -51,7 +52,7 @@ def choose_layout(
     compiled = config.train.compile
     if compiled == "auto":
         alone = ranks == 1 and table.engine == "torch"
-        alone = alone and (config.data.packed != "none" or full_rows(config))
+        alone = alone and (config.data.packed not in ("none", "chunk") or full_rows(config))
         compiled = (
             alone and can_compile(device) and _compile_pays(device, compute, parameters, tokens)
         )
@@ -233,7 +234,7 @@ def check_resumable(
         free = (*free, "optimizer.learning_rate", "optimizer.matrix_learning_rate", "schedule")
     refused = [
         f"{key}: {was!r} in {folder}, {now!r} asked for"
-        for key, (was, now) in changed_keys(old, new).items()
+        for key, (was, now) in changed_keys(_unweighted(old), _unweighted(new)).items()
         if not any(key == name or key.startswith(f"{name}.") for name in free)
     ]
     if not refused:
@@ -243,6 +244,15 @@ def check_resumable(
         hint += "; --new-learning-rate allows another learning rate or schedule from here on"
     listed = "\n  ".join(refused)
     raise RequestError(f"{folder}: this run was started with another config:\n  {listed}\n{hint}.")
+
+
+def _unweighted(config: dict[str, Any]) -> dict[str, Any]:
+    """The config without how often each source is seen: that may change from any step on."""
+    sources = [
+        {key: value for key, value in source.items() if key not in ("weight", "epochs")}
+        for source in config["data"]["sources"]
+    ]
+    return {**config, "data": {**config["data"], "sources": sources}}
 
 
 def check_same_data(old: dict[str, str], new: dict[str, str], folder: str) -> None:

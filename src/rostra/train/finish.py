@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from functools import cached_property
 from itertools import islice
@@ -18,7 +19,13 @@ from rostra.config import Config
 from rostra.data import Packed, Prepared, held_out, held_out_samples
 from rostra.evaluate import Evaluation, evaluate, evaluate_examples, xz_bits_per_byte
 from rostra.events import Events
-from rostra.generate import Sampling, generate_text, load_adapted
+from rostra.generate import (
+    Sampling,
+    all_stops,
+    generate_text,
+    generate_together,
+    load_adapted,
+)
 from rostra.models import load_model
 from rostra.models.weights import real_model
 from rostra.parallel import Engine, TorchEngine
@@ -35,6 +42,7 @@ class Evaluator:
         self.config, self.engine, self.events = config, engine, events
         self.tokenizer = prepared.tokenizer
         self.prepared = prepared
+        self._told = False  # that no text is written while training
         if not self._documents:
             events.notice("no document is held out: the model is not evaluated")
 
@@ -47,9 +55,7 @@ class Evaluator:
         section = self.config.evaluate
         self._measure(step, section.documents, self.config.data.sequence_length, final=False)
         if section.prompt is not None:
-            model = whole_model(self.engine)
-            if model is not None and this_rank() == 0:
-                self._speak(step, section.prompt, section.prompt_tokens, model)
+            self._speak_while_training(step, section.prompt, section.prompt_tokens)
 
     def final(self, path: Path) -> dict[str, Any]:
         """On all of them, in overlapping windows; keys of the run's summary. `path` has the
@@ -63,7 +69,7 @@ class Evaluator:
             each, whole = xz_bits_per_byte(held_out(self.prepared))
             found |= {"xz_bits_per_byte": each, "xz_whole_bits_per_byte": whole}
         if section.prompt is not None and this_rank() == 0:
-            model = whole_model(self.engine) or load_final(path)
+            model = whole_model(self.engine) or load_final(path, self.config.adapter.frozen)
             found["generated"] = self._speak(step, section.prompt, 4 * section.prompt_tokens, model)
         return found
 
@@ -111,26 +117,43 @@ class Evaluator:
         """Samples that all ranks compute at once."""
         return self.engine.layout.micro_batch * self.engine.layout.data
 
+    def _speak_while_training(self, step: int, prompt: str, tokens: int) -> None:
+        """By the model that rank 0 holds, or by all ranks together."""
+        if (model := whole_model(self.engine)) is not None:
+            if this_rank() == 0:
+                self._speak(step, prompt, tokens, model)
+            return
+        sampling, virtual = self._sampling(tokens), virtual_tokens(self.config.adapter)
+        text = generate_together(self.engine, self.tokenizer, prompt, sampling, virtual)
+        if text is not None:
+            self.events.emit("generation", step=step, prompt=prompt, text=text)
+        elif not self._told:
+            self._told = True
+            self.events.notice(
+                "evaluate.prompt: the ranks of this layout share each sample, so no text is "
+                "written while training; the final model writes at the end"
+            )
+
     def _speak(self, step: int, prompt: str, tokens: int, model: PreTrainedModel) -> str:
-        text = generate_text(
-            model,
-            self.tokenizer,
-            prompt,
-            Sampling(tokens, seed=self.config.run.seed),
-        )
+        text = generate_text(model, self.tokenizer, prompt, self._sampling(tokens))
         self.events.emit("generation", step=step, prompt=prompt, text=text)
         return text
 
+    def _sampling(self, tokens: int) -> Sampling:
+        return Sampling(tokens, seed=self.config.run.seed)
 
-def load_final(path: Path) -> PreTrainedModel:
-    """The final model of a run, or its base with the adapter."""
-    return load_adapted(path) if path.name == "adapter" else load_model(str(path))
+
+def load_final(path: Path, frozen: Sequence[str]) -> PreTrainedModel:
+    """The final model of a run, or its base with the adapter and those that it kept `frozen`."""
+    return load_adapted(path, frozen) if path.name == "adapter" else load_model(str(path))
 
 
 def whole_model(engine: Engine) -> PreTrainedModel | None:
-    """The model that this rank holds, when it holds all of it and can run it by itself."""
+    """The model that this rank holds, when it holds all of it and can run it by itself, which
+    wants no virtual tokens."""
     layout = engine.layout
     split = layout.pipeline * layout.tensor * layout.context > 1
+    split = split or layout.adapter in ("prompt", "prefix")
     if split or layout.sharding not in ("no_shard", "zero1") or not isinstance(engine, TorchEngine):
         return None
     return engine.model
@@ -152,6 +175,8 @@ def save_model(folder: RunFolder, engine: Engine, tokenizer: Any, step: int) -> 
         # transformers may import accelerate, and that DeepSpeed, which logs to standard output
         with commit_folder(folder.model, step=step) as path, redirect_stdout(sys.stderr):
             model.config.use_cache = True
+            stops = all_stops(model.generation_config, tokenizer)
+            model.generation_config.eos_token_id = stops or None
             model.save_pretrained(path)
             tokenizer.save_pretrained(path)
 

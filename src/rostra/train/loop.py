@@ -13,7 +13,7 @@ from typing import Any
 
 from rostra.batch import share_of
 from rostra.checkpoint import Position
-from rostra.data import Loader
+from rostra.data import Loader, ReadAhead
 from rostra.errors import Stopped, TrainingFailed
 from rostra.events import Event, Events, Listener
 from rostra.memory import Memory
@@ -82,7 +82,12 @@ class Loop:
     """
 
     def __init__(
-        self, engine: Engine, loader: Loader, events: Events, steps: int, bad_steps: int
+        self,
+        engine: Engine,
+        loader: Loader | ReadAhead,
+        events: Events,
+        steps: int,
+        bad_steps: int,
     ) -> None:
         self.engine = engine
         self.loader = loader
@@ -112,12 +117,18 @@ class Loop:
                 here.samples + self.loader.global_batch_size,
                 here.tokens + round(outcome.tokens),
                 0 if outcome.accepted else here.bad_steps + 1,
+                self.loader.state(here.samples + self.loader.global_batch_size),
             )
             seconds = time.perf_counter() - began
             if memory is not None:
                 self._tell_memory(memory)
+            mixture = self.position.mixture
             self.events.emit(
-                "step", step=self.position.step, **outcome.__dict__, seconds=round(seconds, 6)
+                "step",
+                step=self.position.step,
+                **outcome.__dict__,
+                seconds=round(seconds, 6),
+                **({} if mixture is None else {"source_samples": mixture["seen"]}),
             )
             self._judge(self.position.bad_steps)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,11 +17,22 @@ from rostra.adapt import virtual_tokens
 from rostra.build import build_engine, build_model, check_model
 from rostra.checkpoint import (
     Checkpoint,
+    Position,
     keep_newest,
     save_checkpoint,
 )
 from rostra.config import Config, config_to_yaml
-from rostra.data import Loader, Prepared, prepare, training_samples
+from rostra.data import (
+    Loader,
+    Prepared,
+    ReadAhead,
+    Source,
+    Stream,
+    StreamLoader,
+    prepare,
+    streaming_loader,
+    training_loader,
+)
 from rostra.errors import RequestError, Stopped
 from rostra.events import Events, JsonLines, Listener, plain, read_events
 from rostra.hardware import best_device, can_compile
@@ -95,22 +107,17 @@ class _Training:
         self.config, self.folder, self.events = config, folder, events
         self.device = device
         if self.device.type == "cpu":
-            keep_freed_memory()
+            keep_freed_memory(_keeps_freed(config))
         check_model(config)
         self.prepared = self._prepare()
-        samples = training_samples(
-            self.prepared,
-            config.data,
-            config.run.seed,
-            config.train.global_batch_size,
-            full_rows(config),
-            virtual_tokens(config.adapter),
-            events.notice,
-        )
-        self.loader = Loader(samples, config.train.global_batch_size)
-        self.steps = total_steps(config, self.loader)
         if checkpoint is not None:
             check_same_data(checkpoint.data, self.prepared.identity, str(folder.path))
+        load = config.data.load
+        loader = self._loader(checkpoint)
+        self.loader = ReadAhead(loader, load.read_ahead, load.workers, events.notice)
+        self.steps = total_steps(config, self.loader)
+        self.loader.check(self.steps)
+        if checkpoint is not None:
             _check_length(checkpoint.position.step, self.steps, folder)
         alone = world_size() == 1
         built = build_model(
@@ -153,6 +160,44 @@ class _Training:
             )
         return found[0]
 
+    def _loader(self, checkpoint: Checkpoint | None) -> Loader | StreamLoader:
+        """The loader, going on as a checkpoint says."""
+        config = self.config
+        if config.data.streaming:
+            return self._streaming_loader(checkpoint)
+
+        def made(notice: Callable[[str], None]) -> Loader:
+            return training_loader(
+                self.prepared,
+                config.data,
+                config.run.seed,
+                config.train.global_batch_size,
+                full_rows(config),
+                virtual_tokens(config.adapter),
+                notice,
+            )
+
+        if world_size() > 1:  # rank 0 keeps the rows of packed samples, which the others read
+            on_first_rank(lambda: made(lambda _: None) and None)
+        loader = made(self.events.notice)
+        if checkpoint is not None:
+            loader.resume(checkpoint.position.mixture, checkpoint.position.samples)
+        return loader
+
+    def _streaming_loader(self, checkpoint: Checkpoint | None) -> StreamLoader:
+        config = self.config
+        loader = streaming_loader(
+            self.prepared,
+            config.data,
+            config.run.seed,
+            config.train.global_batch_size,
+            self.events.notice,
+        )
+        if checkpoint is not None:
+            here = checkpoint.position
+            loader.resume(here.mixture, here.lanes, here.samples)
+        return loader
+
     def _layout(self, checkpoint: Checkpoint | None) -> Layout:
         config = self.config
         if checkpoint is not None:  # compiled or not is the run's own: it changes rounding
@@ -178,6 +223,7 @@ class _Training:
         on_first_rank(self._write_down)
         with contextlib.ExitStack() as closing:
             closing.callback(self.engine.close)
+            closing.callback(self.loader.close)
             if this_rank() == 0:
                 lines.open(folder.events)
                 closing.callback(lines.close)
@@ -241,7 +287,7 @@ class _Training:
         path = save_checkpoint(
             self.folder,
             self.engine,
-            self.loop.position,
+            self._position(),
             self.layout,
             self.config.model_dump(mode="json"),
             self.prepared.identity,
@@ -250,6 +296,16 @@ class _Training:
         seconds = round(self.events.clock() - began, 3)
         self.events.emit("checkpoint", step=step, path=str(path), seconds=seconds)
         return path
+
+    def _position(self) -> Position:
+        """Where the run stands, with the lanes of all ranks where sources are streamed."""
+        here, loader = self.loop.position, self.loader.loader
+        if not isinstance(loader, StreamLoader):
+            return here
+        lanes: dict[int, Any] = {}
+        for found in on_every_rank(lambda: loader.cursors(here.samples)):
+            lanes.update(found)
+        return replace(here, lanes=[lanes[number] for number in range(loader.global_batch_size)])
 
     def _finish(self) -> dict[str, Any]:
         path = self.folder.model if self.adapter is None else self.folder.adapter
@@ -298,10 +354,30 @@ class _Training:
             "seconds": sum(seconds),
             "peak_memory_bytes": memory.get("total"),
             "memory_bytes": memory,
+            **self._sources(),
+        }
+
+    def _sources(self) -> dict[str, Any]:
+        """Of mixed sources, what of each was seen."""
+        if self.loop.position.mixture is None:
+            return {}
+        seen = self.loop.position.mixture["seen"]
+        asked = self.config.data.sources
+        found: Sequence[Source | Stream] = self.loader.loader.sources
+        return {
+            "sources": [
+                {
+                    "type": source.type,
+                    "weight": source.weight,
+                    "samples": count,
+                    "epochs": samples.epochs(count),
+                }
+                for source, samples, count in zip(asked, found, seen, strict=True)
+            ]
         }
 
 
-def total_steps(config: Config, loader: Loader) -> int:
+def total_steps(config: Config, loader: Loader | ReadAhead) -> int:
     """Optimizer steps of the whole run; the last one of whole epochs may go beyond them."""
     train, size = config.train, config.train.global_batch_size
     if train.steps is not None:
@@ -310,6 +386,12 @@ def total_steps(config: Config, loader: Loader) -> int:
         return max(1, math.ceil(train.tokens / (size * loader.sample_tokens)))
     assert train.epochs is not None
     return loader.steps(train.epochs)
+
+
+def _keeps_freed(config: Config) -> bool:
+    """`memory.keep_freed`, decided: who trains an adapter has asked for memory before speed."""
+    asked = config.memory.keep_freed
+    return config.adapter.kind == "none" if asked == "auto" else asked
 
 
 def _check_shared(folder: RunFolder) -> None:

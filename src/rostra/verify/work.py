@@ -141,7 +141,7 @@ def _train_section(config: Config, samples: int) -> TrainSection:
     update = {
         "global_batch_size": samples,
         "micro_batch_size": samples if config.memory.optimizer_in_backward else micro,
-        "loss_chunk": min(config.train.loss_chunk, 24),
+        "loss_chunk": min(config.train.loss_chunk or 24, 24),
     }
     return config.train.model_copy(update=update)
 
