@@ -205,8 +205,8 @@ class PreferenceSource(RecordsSource):
 
 
 class TokenizedSource(RecordsSource):
-    """`input_ids` and, if not all are targets, `labels` (-100 is none), made with the tokenizer
-    of the config."""
+    """`input_ids` and, if not all are targets, `labels` (-100 is none), or `tokens` and
+    `weights` as `rostra prepare --as parquet` writes them; made with the config's tokenizer."""
 
     type: Literal["tokenized"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import string
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -271,7 +272,10 @@ def _fill(template: str, texts: dict[str, str], key: str) -> tuple[str, set[str]
 
 
 def _tokenized(values: dict[str, Any]) -> Tokens:
-    """Tokens without padding; labels are the tokens themselves, not the next ones."""
+    """Tokens without padding; labels are the tokens themselves, not the next ones. Or `tokens`
+    and `weights`, as Rostra writes them."""
+    if "weights" in values:
+        return _weighted(values)
     ids = _integers(values, "input_ids")
     labels = _integers(values, "labels") if "labels" in values else ids
     mask = _integers(values, "attention_mask") if "attention_mask" in values else [1] * len(ids)
@@ -286,6 +290,18 @@ def _tokenized(values: dict[str, Any]) -> Tokens:
     kept = [k for k, inside in enumerate(mask) if inside]
     weights = (float(labels[k] != NO_LABEL) for k in kept)
     return Tokens(tuple(ids[k] for k in kept), tuple(weights))
+
+
+def _weighted(values: dict[str, Any]) -> Tokens:
+    ids, weights = _integers(values, "tokens"), values["weights"]
+    if not isinstance(weights, list) or len(weights) != len(ids) or not all(map(_is_weight, weights)):
+        problem = "has no weight of at least 0 for each of its tokens"
+        raise BadRecord("wrong type", problem, "Correct the record")
+    return Tokens(tuple(ids), tuple(map(float, weights)))
+
+
+def _is_weight(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value < math.inf
 
 
 def _integers(values: dict[str, Any], name: str) -> list[int]:

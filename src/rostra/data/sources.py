@@ -137,9 +137,10 @@ class Reader(ABC):
     def parts(self, bad: BadRecords) -> list[Part]:
         """The units of work in their fixed order."""
 
-    @abstractmethod
     def documents(self, part: Part, bad: BadRecords) -> Iterator[Document]:
-        """The documents of `part`; what cannot be used goes to `bad`."""
+        """The documents of `part`; what cannot be used goes to `bad`. A reader has this, or a
+        `read` of its own."""
+        raise NotImplementedError(f"{type(self).__name__} has batches only: see `read`")
 
     def read(self, part: Part, bad: BadRecords) -> Iterator[pa.RecordBatch]:
         """The documents of `part` as Arrow batches of `SCHEMA`."""

@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rostra.config.data import TokenizerTable
+from rostra.data.words import Words, stretches
 from rostra.errors import RequestError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -144,25 +145,32 @@ class Encoder:
             np.array([] if end is None else [end], dtype=self.dtype) for end in ends
         )
         self._long_texts_split = _splits_between_words(backend, spec)
+        self._words = Words.of(backend, self.dtype)
 
     def encode(self, texts: list[str]) -> list[NDArray[Any]]:
         """The tokens of each text: [bos] + text + [eos], as far as the tokenizer has these.
 
-        Long texts are encoded in pieces where that changes nothing, to bound memory.
+        Words of ASCII are looked up, where the tokenizer is such that they can be. Long texts are
+        encoded in pieces where that changes nothing, to bound memory.
         """
-        owners: list[int] = []
-        parts: list[str] = []
-        for owner, text in enumerate(texts):
-            for piece in pieces(text) if self._long_texts_split else (text,):
-                owners.append(owner)
-                parts.append(piece)
         documents: list[list[NDArray[Any]]] = [[self._bos] for _ in texts]
-        width = _PIECES if len(parts) > len(texts) else max(1, len(parts))
-        for first in range(0, len(parts), width):
-            some = slice(first, first + width)
-            batch = self._backend.encode_batch_fast(parts[some], add_special_tokens=False)
-            for owner, encoding in zip(owners[some], batch, strict=True):
-                documents[owner].append(np.array(encoding.ids, dtype=self.dtype))
+        asked: list[tuple[list[NDArray[Any]], int, str]] = []  # of the library; where it goes
+        for document, text in zip(documents, texts, strict=True):
+            for known, part in ((False, text),) if self._words is None else stretches(text):
+                if known and self._words is not None:
+                    document.append(self._words.tokens(part))
+                    continue
+                for piece in pieces(part) if self._long_texts_split else (part,):
+                    asked.append((document, len(document), piece))
+                    document.append(self._bos)  # until it is known
+        long = any(len(piece) >= _PIECE for *_, piece in asked)
+        width = _PIECES if long else max(1, len(asked))
+        for first in range(0, len(asked), width):
+            some = asked[first : first + width]
+            texts = [piece for *_, piece in some]
+            batch = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+            for (document, place, _), encoding in zip(some, batch, strict=True):
+                document[place] = np.array(encoding.ids, dtype=self.dtype)
         return [np.concatenate([*ids, self._eos]) for ids in documents]
 
     def take(self, documents: list[NDArray[np.uint32]]) -> list[tuple[NDArray[Any], str]]:

@@ -109,7 +109,11 @@ def store_of(url: str) -> tuple[Any, str]:
     options: dict[str, Any] = {}
     if protocol in ("s3", "s3a") and "config_kwargs" not in fsspec.config.conf.get("s3", {}):
         # Trying again is done here: a wrong address shall not take minutes to be told.
-        options["config_kwargs"] = {"retries": {"total_max_attempts": 2, "mode": "standard"}}
+        # And a file that is open and waits keeps its connection: there must be more of these.
+        options["config_kwargs"] = {
+            "retries": {"total_max_attempts": 2, "mode": "standard"},
+            "max_pool_connections": 1024,
+        }
     try:
         fs, path = fsspec.core.url_to_fs(url, **options)
     except ImportError as error:

@@ -16,7 +16,7 @@ from rostra.data.formats.mds import INDEX
 from rostra.data.formats.parts import SUFFIXES, TokensPart, read_rows, split
 from rostra.data.formats.rows import Broken, Row
 from rostra.data.formats.told import Told
-from rostra.data.sources import BadRecords, Document, Part, Reader, find_parts, unreadable
+from rostra.data.sources import BadRecords, Part, Reader, find_parts, unreadable
 from rostra.errors import RequestError
 from rostra.files import exists
 
@@ -69,9 +69,6 @@ class TokensReader(Reader):
                 rows, held = [], 0
         if rows:
             yield self._tokens(rows)
-
-    def documents(self, part: Part, bad: BadRecords) -> Iterator[Document]:
-        raise NotImplementedError("these documents have tokens, no text: see `read`")
 
     @cached_property
     def told(self) -> Told | None:
@@ -132,7 +129,10 @@ class TokensReader(Reader):
             for number, row in enumerate(read_rows(part, self.source), part.first + 1):
                 id = f"{part.label}:{number}" if row.id is None else row.id
                 if row.weights is not None:
-                    raise Broken("holds examples with weights, not documents")
+                    raise Broken(
+                        "holds examples with weights, not documents: read it with "
+                        "`type: tokenized`"
+                    )
                 if not len(row.tokens):
                     where = f"{part.where}, document {number}"
                     bad.reject("empty", where, "has no tokens", "Remove the document")

@@ -14,7 +14,7 @@ import json
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,7 @@ from rostra.data.formats.rows import (
     as_weights,
     from_bytes,
 )
+from rostra.data.readers.webdataset import StrictHeader
 
 
 def write_tar(documents: Documents, path: Path) -> None:
@@ -68,7 +69,7 @@ def read_tar(
     """
     hashed = _Hashed(file)
     try:
-        with tarfile.open(fileobj=hashed, mode="r|", tarinfo=_Header) as tar:
+        with tarfile.open(fileobj=hashed, mode="r|", tarinfo=StrictHeader) as tar:
             for key, members in _samples(tar):
                 yield _row(key, members, field, dtype)
     except (tarfile.TarError, OSError, EOFError) as error:
@@ -129,22 +130,6 @@ def _values(content: bytes, name: str, dtype: str | None) -> NDArray[Any]:
 def _load(content: bytes) -> NDArray[Any]:
     values: NDArray[Any] = np.load(io.BytesIO(content), allow_pickle=False)
     return values
-
-
-class _Header(tarfile.TarInfo):
-    """Only its end mark ends an archive: tarfile takes a broken header, or none, for it too."""
-
-    @classmethod
-    def fromtarfile(cls, tarfile: tarfile.TarFile) -> Self:
-        try:
-            return super().fromtarfile(tarfile)
-        except _HEADER_ERROR as error:
-            if type(error).__name__ == "EOFHeaderError":  # the mark
-                raise
-            raise Broken(f"is no whole tar file ({error}): it was cut, or is corrupt") from error
-
-
-_HEADER_ERROR = tarfile.HeaderError  # the argument of tarfile's own method has the module's name
 
 
 class _Hashed(io.RawIOBase):

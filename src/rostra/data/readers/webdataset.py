@@ -8,7 +8,7 @@ import re
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, BinaryIO, ClassVar
+from typing import Any, BinaryIO, ClassVar, Self
 
 from rostra.config.sources import WebDatasetSource
 from rostra.data.readers.compressed import open_plain
@@ -28,11 +28,12 @@ LARGEST_FIELD = 1 << 14  # bytes of a member that becomes metadata
 _KEY = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)")
 
 
-class _Member(tarfile.TarInfo):
-    """A header; a broken one is an error, where tarfile takes it for the end."""
+class StrictHeader(tarfile.TarInfo):
+    """Only its end mark ends an archive: a broken header, or none, is a ReadError, where tarfile
+    takes it for the end too."""
 
     @classmethod
-    def fromtarfile(cls, tarfile: tarfile.TarFile) -> Any:
+    def fromtarfile(cls, tarfile: tarfile.TarFile) -> Self:
         try:
             return super().fromtarfile(tarfile)
         except _HEADER_ERROR as error:
@@ -42,6 +43,7 @@ class _Member(tarfile.TarInfo):
             raise _READ_ERROR(f"broken or truncated tar: {problem}") from error
 
 
+# The argument of tarfile's own method has the module's name.
 _HEADER_ERROR, _READ_ERROR = tarfile.HeaderError, tarfile.ReadError
 
 
@@ -114,7 +116,7 @@ def samples(stream: BinaryIO) -> Iterator[tuple[str, dict[str, bytes]]]:
     """
     held: dict[str, bytes] = {}
     last = ""
-    with tarfile.open(fileobj=stream, mode="r|", tarinfo=_Member) as tar:
+    with tarfile.open(fileobj=stream, mode="r|", tarinfo=StrictHeader) as tar:
         for member in tar:
             vars(tar)["members"] = []  # else it keeps the headers of all
             name = _KEY.fullmatch(member.name)
