@@ -1,9 +1,11 @@
 """What each way of fine-tuning learns: held-out loss of one base after the same samples.
 
-    python benchmarks/methods.py BASE DATA [--epochs 2] [--methods 'full;lora'] [--json]
+    python benchmarks/methods.py BASE DATA [--type alpaca] [--epochs 2] [--methods 'full;lora']
+        [--rates 4e-3] [--json]
 
-BASE is a model's folder, such as `runs/demosthenes/model` of the quickstart; DATA a JSON file of
-Alpaca records, of which a tenth is held out. Every method sees the same examples in the same
+BASE is a model's folder, such as `runs/demosthenes/model` of the quickstart; DATA a file of
+records, of which a tenth is held out: Alpaca's, or with `--type chat` conversations, which are
+written as Vicuna's. Every method sees the same examples in the same
 order, at a learning rate that was the best of two or three tried for it.
 """
 
@@ -39,15 +41,18 @@ METHODS: dict[str, tuple[dict[str, Any], float]] = {
 
 
 def config_of(
-    base: Path, data: Path, folder: Path, sections: dict[str, Any], rate: float, length: Any
+    base: Path, source: Any, folder: Path, sections: dict[str, Any], rate: float, length: Any
 ) -> dict[str, Any]:
+    template = {"chat_template": "vicuna"} if source["type"] == "chat" else {}
     return {
         "run": {"name": "method", "output": str(folder)},
         "model": {"pretrained": str(base)},
         "data": {
-            "sources": [{"type": "alpaca", "path": str(data)}],
+            "sources": [source],
             "sequence_length": 512,
             "held_out": 0.1,
+            "long_examples": "drop",
+            **template,
         },
         "train": {**length, "global_batch_size": 8, "compile": False},
         "optimizer": {"learning_rate": rate, "weight_decay": 0},
@@ -61,10 +66,10 @@ def held_out_loss(*arguments: Any) -> tuple[float, float, int]:
     """After training: the loss, the seconds, the trained parameters."""
     from rostra import Run
 
-    base, data, sections, rate, length = arguments
+    base, source, sections, rate, length = arguments
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
-        config = config_of(base, data, Path(folder) / "run", sections, rate, length)
+        config = config_of(base, source, Path(folder) / "run", sections, rate, length)
         summary = Run.open(config).train()
         seconds = time.perf_counter() - began
     return summary["eval_loss"], seconds, summary["trainable_parameters"]
@@ -74,20 +79,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("base", type=Path)
     parser.add_argument("data", type=Path)
+    parser.add_argument("--type", choices=("alpaca", "chat"), default="alpaca")
     parser.add_argument("--epochs", type=float, default=2)
     parser.add_argument("--methods", default=";".join(METHODS), help="with semicolons between")
     parser.add_argument("--rates", type=float, nargs="*", help="in place of each method's own")
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
+    source = {"type": asked.type, "path": str(asked.data)}
     # a step of LoRA at no rate changes nothing: its second matrix begins at zero
-    before, *_ = held_out_loss(asked.base, asked.data, {"adapter": LORA}, 1e-30, {"steps": 1})
+    before, *_ = held_out_loss(asked.base, source, {"adapter": LORA}, 1e-30, {"steps": 1})
     found: dict[str, Any] = {"base": {"loss": before}}
     print(f"base {before:.4f}", file=sys.stderr)
     for name in asked.methods.split(";"):
         sections, own = METHODS[name]
         for rate in asked.rates or (own,):
             loss, seconds, trained = held_out_loss(
-                asked.base, asked.data, sections, rate, {"epochs": asked.epochs}
+                asked.base, source, sections, rate, {"epochs": asked.epochs}
             )
             key = f"{name} at {rate:g}" if asked.rates else name
             found[key] = {"loss": loss, "seconds": seconds, "trained": trained}

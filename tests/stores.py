@@ -238,9 +238,19 @@ class Radosgw:
         keys = ("--access-key", self.key, "--secret", self.secret)
         who = ("--uid", "rostra", "--display-name", "rostra")
         self._run("radosgw-admin", "user", "create", *who, *keys)
+        self._open()
+
+    def _open(self) -> None:
         frontend = f"beast endpoint=127.0.0.1:{self.port}"
         self._start("radosgw", "-n", "client.rgw", "--rgw-frontends", frontend)
         wait_for(self.port, 120)
+
+    def restart(self) -> None:
+        """Kill the gateway, and start it again; what is stored is kept."""
+        gateway = self._processes.pop()
+        gateway.kill()
+        gateway.wait()
+        self._open()
 
     def _run(self, program: str, *arguments: str) -> bytes:
         command = [program, "-c", str(self._folder / "ceph.conf"), *arguments]

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
@@ -55,6 +57,8 @@ def test_examples_are_shown_with_how_they_are_packed(tiny: Tiny, tmp_path: Path)
     said = inspected(tmp_path, tiny(data=data)).stdout
     for words_ in ("padding", "best_fit", "12 examples", f"{targets:,} targets", "⟦", "to 128"):
         assert words_ in said
+    assert "4 (33.3%) are longer than sequence_length (160)" in said
+    assert found["statistics"]["longer"] == 4
 
 
 def test_documents_are_shown(tiny: Tiny, tmp_path: Path) -> None:
@@ -65,6 +69,67 @@ def test_documents_are_shown(tiny: Tiny, tmp_path: Path) -> None:
     assert sum(found["lengths"].values()) == found["train"]["documents"]
     assert len(found["shown"]) == len(found["first_samples"]) == 3
     assert "Chapter" in found["shown"][0]["text"]
+
+
+NOISE = ("short", "Good â€œquotesâ€\x9d. " + "word " * 30, "of Fish, " * 200, "A text. " * 20)
+
+
+def noisy(path: Path, tiny: Tiny, **keys: Any) -> dict[str, Any]:
+    """A config with filters, and a text for each decision beside 40 that are kept."""
+    texts = [*NOISE, *(f"Text {k}. " + "It goes on. " * (k + 20) for k in range(40))]
+    file = path / "noisy.jsonl"
+    file.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    clean = {"unicode": True, "length": {"min_characters": 100, "max_characters": 1500}}
+    return tiny(data={"sources": [{"type": "jsonl", "path": str(file)}], "clean": clean, **keys})
+
+
+def test_filters_show_what_they_decide(tiny: Tiny, tmp_path: Path) -> None:
+    values = noisy(tmp_path, tiny, held_out=0.0)
+    done = inspected(tmp_path, values, "--documents", "20", "--json")
+    found = json.loads(done.stdout)
+    sample = found["sample"]
+    counts = [sample[name] for name in ("documents", "kept", "changed", "rejected")]
+    assert counts == [20, 17, 1, 2]
+    short, mended, long, kept = sample["decisions"][:4]
+    assert short["decision"] == long["decision"] == "rejected"
+    assert short["reason"] == "length: few characters 5 < 100"
+    assert "1800 > 1500" in long["reason"]
+    assert (mended["decision"], mended["text"][:9]) == ("changed", NOISE[1][:9])
+    assert mended["after"].startswith("Good “quotes”. word")
+    assert (kept["decision"], kept["text"]) == ("kept", NOISE[3])
+    assert [row["documents"] for row in sample["reasons"]] == [1, 1]
+    prepared = Run.open(values).prepare(lambda _: None)
+    lengths = np.concatenate([np.diff(prepared.train[k].offsets) for k in range(1)])
+    statistics, train = found["statistics"], found["train"]
+    assert statistics["documents"] == train["documents"] == 42
+    assert statistics["bytes_per_token"] == train["bytes"] / train["tokens"]
+    assert statistics["tokens_per_document"] == {
+        "median": np.median(lengths),
+        "p90": np.percentile(lengths, 90),
+        "max": lengths.max(),
+    }
+    said = inspected(tmp_path, values, "--examples", "4").stdout
+    for words in ("41 kept", "few characters", "5 < 100", "was:  Good â", "is:   Good “q", "█"):
+        assert words in said, words
+
+
+def test_of_large_data_a_sample_is_looked_at(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is prepared for it."""
+    cache = tmp_path / "not-there"
+    values = noisy(tmp_path, tiny, cache=str(cache))
+    monkeypatch.setattr(sys.modules["rostra.data.inspection"], "PREPARED_BYTES", 1000)
+    done = inspected(tmp_path, values, "--documents", "10", "--json")
+    found = json.loads(done.stdout)
+    assert not cache.exists()
+    assert "only the first 10 documents" in done.stderr
+    assert found["bytes"] == (tmp_path / "noisy.jsonl").stat().st_size
+    assert found["statistics"]["documents"] == 8
+    assert len(found["shown"]) == 3
+    full = inspected(tmp_path, values, "--full", "--json", "--documents", "10")
+    assert json.loads(full.stdout)["train"]["documents"] > 8
+    assert cache.exists()
 
 
 def preferences(tiny: Tiny, tmp_path: Path, records: list[dict[str, Any]]) -> dict[str, Any]:

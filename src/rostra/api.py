@@ -105,8 +105,15 @@ class Run:
 
         return prepare(self.config.data, self.config.model.pretrained, notice, progress)
 
-    def inspect(self, examples: int = 3, notice: Callable[[str], None] = print) -> Inspection:
-        """What is trained on: counts, packing, and so many examples token by token."""
+    def inspect(
+        self,
+        examples: int = 3,
+        notice: Callable[[str], None] = print,
+        documents: int = 300,
+        full: bool = False,
+    ) -> Inspection:
+        """What is trained on: what filters decide of so many documents, lengths, packing, and
+        so many examples token by token. See `rostra.data.inspect_data`."""
         from rostra.data import inspect_data
 
         config = self.config
@@ -117,6 +124,8 @@ class Run:
             config.train.global_batch_size,
             examples,
             notice,
+            documents,
+            full,
         )
 
     def train(
@@ -222,11 +231,16 @@ class Run:
 
         return measure
 
-    def generate(self, prompt: str, sampling: Sampling | None = None) -> str:
+    def generate(
+        self,
+        prompt: str,
+        sampling: Sampling | None = None,
+        notice: Callable[[str], None] = print,
+    ) -> str:
         """The text that the final model writes after `prompt`."""
         from rostra.generate import Sampling, generate_text, load_for_generation
 
-        model, tokenizer = load_for_generation(str(self.path))
+        model, tokenizer = load_for_generation(str(self.path), notice)
         return generate_text(model, tokenizer, prompt, sampling or Sampling())
 
 

@@ -120,13 +120,19 @@ def inspect(
     config: ConfigFile,
     overrides: Overrides = [],  # noqa: B006
     examples: Annotated[int, typer.Option(min=0, help="how many are shown token by token")] = 3,
+    documents: Annotated[
+        int, typer.Option(min=1, help="how many are read to show what the filters decide")
+    ] = 300,
+    full: Annotated[
+        bool, typer.Option("--full", help="prepare also large data, for its counts and packing")
+    ] = False,
     allow_code: AllowCode = [],  # noqa: B006
     as_json: Json = False,
 ) -> None:
-    """Show what a config trains on: documents or examples in tokens, and how they are packed."""
+    """Show what a config trains on: what filters decide, lengths, tokens, and packing."""
     from rostra.api import Run
 
-    found = Run.open(config, overrides, allow_code).inspect(examples, _say)
+    found = Run.open(config, overrides, allow_code).inspect(examples, _say, documents, full)
     _answer(found.to_dict(), as_json, found.show)
 
 
@@ -144,7 +150,7 @@ def generate(
     """Write text with a trained model."""
     from rostra.generate import Sampling, generate_text, load_for_generation
 
-    model, tokenizer = load_for_generation(run)
+    model, tokenizer = load_for_generation(run, _say)
     sampling = Sampling(tokens, temperature, top_k, top_p, seed)
     text = generate_text(model, tokenizer, prompt, sampling)
     _answer({"prompt": prompt, "text": text}, as_json, lambda: print(prompt + text))

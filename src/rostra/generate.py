@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,15 +36,25 @@ class Sampling:
     seed: int = 0
 
 
-def load_for_generation(path: str) -> tuple[PreTrainedModel, Any]:
+def load_for_generation(
+    path: str, notice: Callable[[str], None] = lambda _: None
+) -> tuple[PreTrainedModel, Any]:
     """Model and tokenizer from a run's folder (its adapters act, those it kept frozen too), a
-    model folder, or a hub id."""
+    model folder, or a hub id. A base that was quantised for training is taken as it is on disk,
+    which `notice` is told."""
     folder = Path(path)
     if (folder / "model" / "config.json").exists():
         path = str(folder / "model")
     elif (adapter := folder / "adapter").is_dir():
-        file = RunFolder(folder).config
-        frozen = read_config(file).adapter.frozen if file.exists() else ()
+        file, frozen = RunFolder(folder).config, tuple[str, ...]()
+        if file.exists():
+            config = read_config(file)
+            frozen = config.adapter.frozen
+            if (kind := config.quantization.kind) != "none":
+                notice(
+                    f"the adapter acts here on the base as it is on disk, not in {kind} as it was "
+                    "trained and is evaluated: text and loss differ a little"
+                )
         return load_adapted(adapter, frozen).to(best_device()), load_tokenizer(adapter)
     elif (folder / "checkpoints").is_dir():
         raise RequestError(f"{path}: this run has no final model yet; let it finish first")

@@ -82,7 +82,7 @@ def test_every_default_is_written_out_and_read_back(tmp_path: Path) -> None:
         ("", "model: missing"),
         (
             GOOD.replace("type: text", "type: texts"),
-            "data.sources.0: unknown type; known: alpaca, chat, completion, csv, dataset, gutenberg",
+            "data.sources.0: unknown type; known: alpaca, chat, completion, csv, dataset",
         ),
         (GOOD.replace("- type: text", "- kind: text"), "needs a `type`"),
     ],

@@ -56,7 +56,7 @@ def test_counts(tmp_path: Path) -> None:
     assert notice.endswith("records.jsonl, line 2")
     printed = Console(file=io.StringIO(), width=100)
     audit.show(printed)
-    assert "2 examples" in printed.file.getvalue()  # type: ignore[attr-defined]
+    assert f"{counts['targets']} targets" in printed.file.getvalue()  # type: ignore[attr-defined]
     exact = Audit()
     for length in (8, 9, 16, 17):
         exact.add(Encoded("", "", np.zeros(length, np.uint16), np.ones(length, np.float32), 1, 1))

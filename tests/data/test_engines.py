@@ -199,8 +199,12 @@ def test_a_store_gets_the_same(
     assert make("process", pytest.fail, cache=f"{s3}/cache").key == alone.key
 
 
-def test_spark_writes_the_same(make: Callable[..., Prepared], alone: Prepared) -> None:
+def test_spark_writes_the_same(
+    make: Callable[..., Prepared], alone: Prepared, monkeypatch: pytest.MonkeyPatch
+) -> None:
     need(find_spec("pyspark") is not None and shutil.which("java") is not None, "pyspark and Java")
+    # Of six JVMs that live for seconds, compiling well and collecting in parallel take most.
+    monkeypatch.setenv("JAVA_TOOL_OPTIONS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
     with spark_cluster() as master:
         made = make(
             "spark", spark={"master": master, "settings": {"spark.executor.memory": "600m"}}

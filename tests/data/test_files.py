@@ -4,8 +4,11 @@ import random
 import re
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Any
 
+import fsspec
 import pytest
 
 from rostra.errors import RequestError
@@ -22,6 +25,7 @@ from rostra.files import (
     put,
     put_bytes,
     read_bytes,
+    reading,
     remove,
 )
 from stores import BadNetwork, Quiet, Ranges, S3Server, endpoint, free_port, upload, web
@@ -112,8 +116,9 @@ def test_names_of_places() -> None:
 def test_broken_connections_go_on_where_they_broke(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Resets at random bytes and answers of 503: the bytes are the same."""
-    monkeypatch.setattr(Retries, "delays", lambda _: iter([0.01] * 12))
+    """Resets at random bytes and answers of 503: the bytes are the same. (A reset may also take
+    what came and was not read yet, so that all faults may fall on one byte.)"""
+    monkeypatch.setattr(Retries, "delays", lambda _: iter([0.01] * 20))
     (tmp_path / "f").write_bytes(CONTENT)
     if kind == "s3":
         url = request.getfixturevalue("s3") + "/f"
@@ -158,8 +163,91 @@ def test_another_version_is_never_read(
     put_bytes(b"old", url)
     file = file_at(url)
     put_bytes(b"new", url)
-    with pytest.raises(RequestError, match="f: changed after it was listed"):
+    for stop in (None, 2):
+        with pytest.raises(RequestError, match="f: changed after it was listed"):
+            open_range(file, 0, stop).read()
+
+
+def test_another_version_that_comes_while_a_range_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    url = "memory://versions/range"
+    put_bytes(b"old", url)
+    file = file_at(url)
+    store = fsspec.filesystem("memory")
+    read = store.cat_file
+
+    def cat_file(*where: Any, **span: Any) -> Any:
+        put_bytes(b"new", url)
+        return read(*where, **span)
+
+    monkeypatch.setattr(store, "cat_file", cat_file)
+    with pytest.raises(RequestError, match="changed after it was listed"):
+        open_range(file, 0, 2).read()
+
+
+def test_a_store_that_is_lost_is_no_truncated_file(
+    hasty: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which would be skipped where bad files are."""
+    url = "memory://lost/f"
+    put_bytes(CONTENT, url)
+    file = file_at(url)
+
+    def lost(*_: object, **__: object) -> None:
+        raise ConnectionResetError("the connection was reset")
+
+    for name in ("cat_file", "info"):
+        monkeypatch.setattr(fsspec.filesystem("memory"), name, lost)
+    with pytest.raises(RequestError, match=r"f: does not answer \(the connection was reset"):
         open_range(file).read()
+
+
+def test_a_server_without_ranges_sends_a_file_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However large: asked for range by range, it would send all before each of them too."""
+    monkeypatch.setattr(reading, "REQUEST_BYTES", 1_000_000)
+    asked: list[str] = []
+    monkeypatch.setattr(Quiet, "log_request", lambda self, *_: asked.append(self.command))
+    (tmp_path / "f").write_bytes(CONTENT)
+    with web(tmp_path) as url:
+        file = file_at(url + "f")
+        asked.clear()
+        assert open_range(file, 5, 2_500_000).read() == CONTENT[5:2_500_000]
+    assert asked == ["GET"]
+
+
+class Waiting(Quiet):
+    """Sends the first half of a file, and the rest never."""
+
+    there: list[str] = []  # noqa: RUF012 - of the one test
+
+    def do_GET(self) -> None:
+        content = Path(self.translate_path(self.path)).read_bytes()
+        modified = Path(self.translate_path(self.path)).stat().st_mtime
+        self.send_response(206)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("Last-Modified", self.date_time_string(int(modified)))
+        self.end_headers()
+        self.wfile.write(content[: len(content) // 2])
+        self.there.append(self.path)
+        self.rfile.read(1)  # until nobody listens any more
+
+
+def test_many_files_of_a_web_server_are_open_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "STREAM_BUFFER", 1000)
+    (tmp_path / "f").write_bytes(CONTENT[:2000])
+    with web(tmp_path, Waiting) as url, ThreadPoolExecutor(120) as readers:
+        file = file_at(url + "f")
+        files = [open_range(file) for _ in range(120)]
+        found = [readers.submit(one.read, 10) for one in files]
+        wait(found, 10)
+        there = len(Waiting.there)
+        for one in files:  # which lets go those that wait, if any do
+            one.close()
+        assert there == 120
+        assert {one.result() for one in found} == {CONTENT[:10]}
 
 
 class Strange(Ranges):

@@ -233,10 +233,16 @@ def test_examples_keep_their_weights(tmp_path: Path, section: Callable[..., Data
                 expected = Documents.of(shard).row(number)
                 assert same(row.tokens, expected[0])
                 assert same(row.weights, expected[1])
-        with pytest.raises(RequestError, match="examples with weights"):
+        with pytest.raises(RequestError, match=r"examples with weights.*type: tokenized"):
             tokens(tmp_path / format, format)
     with pytest.raises(RequestError, match="no place for their weights"):
         write_as(prepared, "megatron", str(tmp_path / "megatron"))
+    back = {"type": "tokenized", "path": str(tmp_path / "parquet")}
+    own = {"pretrained": str(tmp_path / "parquet" / "tokenizer")}
+    again = prepare(section(back, tokenizer=own, held_out=0.0), None, pytest.fail).train[0]
+    for ours, theirs in ((again.tokens, shard.tokens), (again.weights, shard.weights)):
+        assert same(ours, theirs)
+    assert again.offsets.tolist() == shard.offsets.tolist()
 
 
 def test_the_command_writes_and_tells(

@@ -40,7 +40,7 @@ def join(batches: list[Batch]) -> list[torch.Tensor]:
     return [torch.cat([getattr(batch, name) for batch in batches]) for name in fields]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(lengths=lengths, shard_tokens=st.integers(1, 200), length=st.integers(1, 12))
 def test_samples_are_slices_of_the_run(
     folder: Path, lengths: list[int], shard_tokens: int, length: int

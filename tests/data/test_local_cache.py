@@ -97,7 +97,7 @@ def test_prepared_data_on_a_store_through_a_dying_server(
     } == names
 
 
-@pytest.mark.parametrize(("where", "cases"), [("folder", 500), ("store", 150), ("cache", 350)])
+@pytest.mark.parametrize(("where", "cases"), [("folder", 550), ("store", 80), ("cache", 370)])
 def test_every_flipped_byte_and_cut_file_is_found(
     prepared: Prepared, load: LoadTable, where: str, cases: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -265,6 +265,24 @@ def test_what_was_used_longest_ago_goes_and_own_shards_are_closed_for_room(
         RequestError, match=r"train-[0-]+4\S* has .* bytes, and the cache may have 100"
     ):
         getattr(open_prepared(far, small), "train")[4]  # noqa: B009
+
+
+def test_what_is_not_the_caches_stays(tmp_path: Path, blobs: dict[str, tuple[str, int]]) -> None:
+    """As where somebody names a folder for it that he uses for other things too."""
+    near = tmp_path / "near"
+    (near / "results").mkdir(parents=True)
+    (near / "thesis.txt").write_bytes(b"x" * SIZE)
+    cache = LocalCache(near, 2 * SIZE)
+    for name, (sha256, size) in blobs.items():
+        cache.map(str(tmp_path / "far" / name), sha256, size)
+    assert {path.name for path in there(near) if path.name not in cached(blobs)} == {
+        "results", "thesis.txt",
+    }  # fmt: skip
+    assert len(list(there(near))) == 4  # two of the cache, as many as there is room for
+
+
+def cached(blobs: dict[str, tuple[str, int]]) -> set[str]:
+    return {sha256 for sha256, _ in blobs.values()}
 
 
 @contextmanager

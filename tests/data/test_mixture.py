@@ -180,7 +180,7 @@ def rows_of(loader: Loader, first: int, count: int) -> list[list[tuple[float, ..
     return [[tuple(column) for column in row if column[1] != IGNORE] for row in columns.tolist()]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     seed=st.integers(0, 1 << 64),
     limits=st.tuples(st.none(), *[st.one_of(st.none(), st.integers(1, 40))] * 2),

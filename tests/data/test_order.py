@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rostra.config.loading import LoadTable
@@ -14,6 +14,7 @@ from rostra.data.permutation import Permutation
 seeds = st.integers(0, 1 << 65)
 
 
+@settings(max_examples=50)
 @given(
     seed=seeds,
     epoch=st.integers(0, 5),

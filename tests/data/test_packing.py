@@ -96,7 +96,7 @@ def test_each_item_goes_into_the_fullest_row_with_room(lengths: list[int]) -> No
     assert sum(filled <= 10) <= 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     examples=examples,
     length=st.integers(3, 24),
@@ -247,12 +247,13 @@ def test_samples_do_not_depend_on_ranks(
     shards = write(folder, examples)
     samples = Packed(shards, 30, seed, **options)
     loader, count = Loader(samples, 6), len(samples)
-    for step in range(2 * count // 6 + 1):
-        alone = loader.batch(6 * step, 6)
+    again = Loader(Packed(shards, 30, seed, **options), 6)  # as another process has it
+    steps = 2 * count // 6 + 1
+    alone = [loader.batch(6 * step, 6) for step in range(steps)]
+    for step in reversed(range(steps)):  # whatever was asked for before
         shares = np.array_split(np.arange(6 * step, 6 * step + 6), ranks)
-        again = Loader(Packed(shards, 30, seed, **options), 6)  # as another process has it
         parts = [again.batch(int(share[0]), len(share)) for share in shares]
-        for name, tensor in alone.tensors().items():
+        for name, tensor in alone[step].tensors().items():
             assert torch.equal(torch.cat([part.tensors()[name] for part in parts]), tensor)
     for epoch in range(3):
         indices = samples.order(epoch)(np.arange(count))

@@ -212,6 +212,43 @@ def test_a_corpus_shorter_than_a_sample(tmp_path: Path, section: Section) -> Non
         prepare(section(text(path), held_out=1.0), None, quiet)
 
 
+def test_whole_documents_need_no_full_sample(tmp_path: Path, section: Section) -> None:
+    path = tmp_path / "short.txt"
+    path.write_text("a few words")
+    prepare(section(text(path), held_out=0.0, packing="best_fit"), None, quiet)
+    with pytest.raises(RequestError, match=r"0 training tokens, and one sample needs 2 .* lower "):
+        prepare(section(text(path), held_out=1.0, packing="best_fit"), None, quiet)
+
+
+def test_tokens_need_their_own_tokenizer(corpus: Path, section: Section) -> None:
+    """Refused before anything is read."""
+    made = prepare(section(text(corpus)), None, quiet)
+    tokens = {"type": "tokens", "format": "arrow", "path": str(made.folder)}
+    with pytest.raises(RequestError, match=r"data\.sources\.0: tokens are of a tokenizer"):
+        prepare(section(tokens), None, pytest.fail)
+    other = prepare(section(text(corpus), tokenizer={"vocabulary": 300}), None, quiet)
+    named = {"pretrained": str(other.folder / "tokenizer")}
+    with pytest.raises(RequestError, match="another tokenizer than the config's"):
+        prepare(section(tokens, tokenizer=named), None, pytest.fail)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"duplicates": {"find": "exact"}}, "`duplicates.find` is for documents"),
+        ({"clean": {"length": {"min_words": 3}}}, "`clean` is for documents"),
+    ],
+)
+def test_what_examples_cannot_have_is_refused(
+    keys: dict[str, Any], said: str, section: Section, tmp_path: Path
+) -> None:
+    examples = {"type": "alpaca", "path": str(tmp_path / "a.jsonl")}
+    with pytest.raises(ValueError, match=said):
+        section(examples, **keys)
+    if "clean" in keys:
+        section(text(tmp_path), examples, **keys)  # its documents are cleaned
+
+
 def test_nothing_held_out_is_said(tmp_path: Path, section: Section) -> None:
     path = tmp_path / "one.txt"
     path.write_text("some words and more of them " * 30)

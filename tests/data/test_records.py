@@ -94,8 +94,13 @@ def test_a_folder_like_those_of_the_hub(tmp_path: Path, monkeypatch: pytest.Monk
     _lines(folder / "unnamed.jsonl")
     found = records(folder, subset="small")
     assert [values for _, values in found] == ROWS
-    with pytest.raises(RequestError, match=r"no such dataset could be loaded \("):
-        records(folder, subset="large")
+    for slice, expected in (("train[:34%]", ROWS[:1]), ("train[1:]", ROWS[1:])):
+        for _ in range(2):  # made, then found
+            found = records(folder, subset="small", split=slice)
+            assert [values for _, values in found] == expected
+    for wrong in ({"subset": "large"}, {"subset": "small", "split": "train[:x]"}):
+        with pytest.raises(RequestError, match=r"no such dataset could be loaded \("):
+            records(folder, **wrong)
 
 
 def test_files_of_the_split_are_taken(tmp_path: Path) -> None:
@@ -160,5 +165,8 @@ def test_what_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         records(tmp_path / "nothing.json")
     with pytest.raises(RequestError, match=r"somebody/nothing: no such dataset could be loaded"):
         records(Path("somebody/nothing"))
-    with pytest.raises(RequestError, match=r"'train\[:10\]' is a slice"):
+    with pytest.raises(RequestError, match=r"somebody/nothing: no such dataset could be loaded"):
         records(Path("somebody/nothing"), split="train[:10]")
+    _lines(tmp_path / "some.jsonl")
+    with pytest.raises(RequestError, match=r"'train\[:10\]' is a slice, and .* not of the hub"):
+        records(tmp_path / "some.jsonl", split="train[:10]")

@@ -136,6 +136,22 @@ def test_any_ranks_make_the_same_samples_also_when_they_change(
     assert torch.equal(torch.cat(made), torch.cat([batch.input_ids for batch in expected]))
 
 
+def test_looking_back_moves_no_cursor(folder: Path) -> None:
+    """At a position before, or in a lane of another rank; then a checkpoint."""
+    data = data_of(jsonl_of(folder / "back", [[9, 30, 4], [7, 2, 60]]))
+    plain, looking = loader_of(data, 2), loader_of(data, 2)
+    for loader in (plain, looking):
+        for step in range(3):
+            loader.batch(2 * step, 2)
+    looking.locate(1)
+    assert cursors_of([looking], 6) == cursors_of([plain], 6)
+    of_one_rank = loader_of(data, 2)
+    for step in range(3):
+        of_one_rank.batch(2 * step, 1)
+    of_one_rank.locate(3)
+    assert cursors_of([of_one_rank], 6) == cursors_of([plain], 6)
+
+
 def joined(batches: list[Batch]) -> Batch:
     return Batch(*(torch.cat([b.tensors()[n] for b in batches]) for n in batches[0].tensors()))
 

@@ -94,7 +94,7 @@ def test_a_tuned_run_from_records_to_a_merged_model(values: Values, folder: Path
     assert (tuned - before).abs().max() > 1e-3
     found = run.evaluate()
     assert found["eval_loss"] == pytest.approx(summary["eval_loss"], abs=1e-5)
-    assert isinstance(run.generate("Say word 3."), str)
+    assert isinstance(run.generate("Say word 3.", notice=pytest.fail), str)
     merged = run.merge(notice=lambda _: None)
     assert merged["perplexity_after"] == pytest.approx(merged["perplexity_before"], rel=0.05)
     again = logits(AutoModelForCausalLM.from_pretrained(run.path / "model", dtype=torch.float32))
@@ -122,6 +122,9 @@ def test_it_goes_on_as_if_never_stopped(values: Values) -> None:
     )
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)
+    told: list[str] = []
+    undisturbed.generate("Say word 3.", Sampling(tokens=2), told.append)
+    assert ["not in nf4" in said for said in told] == [True]
 
 
 def test_a_base_is_quantised_once(

@@ -24,6 +24,7 @@ class AugmentTable(Section):
         0.0, description="share of a prompt's words put in lower, upper or title case"
     )
     whitespace: Fraction = Field(0.0, description="share of the gaps between them that are doubled")
+    seed: int = Field(0, description="another one gives other variants")
 
     @model_validator(mode="after")
     def _prompts_are_formats(self) -> Self:

@@ -86,8 +86,9 @@ def files_of(part: Part, key: str, value: Any) -> None:
 
 
 def split_of(part: Part, key: str, value: Any) -> None:
-    if "[" in str(value):
-        part.refuse(key, "a slice; name a whole split, or give a file with what you want of it")
+    path = Path(str(part.values.get("path")))
+    if "[" in str(value) and (path.exists() or path.suffix in ENDINGS):
+        part.refuse(key, "a slice of files; give a file with what you want of them")
     else:
         part.set(key, "split", value)
 

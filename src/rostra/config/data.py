@@ -6,12 +6,13 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from rostra.config.augmenting import AugmentTable
 from rostra.config.base import Count, Fraction, Section
 from rostra.config.cleaning import CleanTable
 from rostra.config.duplicates import DuplicatesTable
 from rostra.config.loading import LoadTable
 from rostra.config.preparing import PrepareTable
-from rostra.config.sources import ExampleSource, Source
+from rostra.config.sources import ExampleSource, PromptSource, Source
 
 
 class TokenizerTable(Section):
@@ -72,6 +73,7 @@ class DataSection(Section):
     )
     clean: CleanTable = CleanTable()
     duplicates: DuplicatesTable = DuplicatesTable()
+    augment: AugmentTable = AugmentTable()
     prepare: PrepareTable = PrepareTable()
     load: LoadTable = LoadTable()
 
@@ -114,6 +116,24 @@ class DataSection(Section):
             )
         if self.group_by_length and self.packed != "none":
             raise ValueError("`group_by_length` is for examples with `packing: none`")
+        if self.augment.variants > 1 and not any(isinstance(s, PromptSource) for s in self.sources):
+            raise ValueError(
+                "`augment.variants` are of prompts (sources of type alpaca, chat, mapping and "
+                "squad), and no source has any; leave it 1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _cleans(self) -> Self:
+        if self.duplicates.find != "none" and self.examples:
+            raise ValueError(
+                "`duplicates.find` is for documents, and there are examples among the sources; "
+                "set it to none (`duplicates.evaluation` does look into examples)"
+            )
+        if self.clean != CleanTable() and all(isinstance(s, ExampleSource) for s in self.sources):
+            raise ValueError(
+                "`clean` is for documents, and all sources are of examples; leave it out"
+            )
         return self
 
     @model_validator(mode="after")
@@ -126,7 +146,7 @@ class DataSection(Section):
             "or leave `streaming` false": self.duplicates.find != "none",
             "lets documents run on; set `packing: concatenate`": self.packed != "concatenate",
             "has its own order; leave `load.shuffle` global": self.load.shuffle != "global",
-            "tokenizes with all cores in one process; set `load.workers: 0`": self.load.workers > 0,
+            "makes its batches in a thread; set `load.workers: 0`": self.load.workers > 0,
             "does not know how long an epoch is; leave out `epochs` of sources": any(
                 source.epochs is not None for source in self.sources
             ),

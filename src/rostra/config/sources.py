@@ -223,14 +223,8 @@ DocumentSource = (
     | PythonDocsSource
     | TokensSource
 )
+PromptSource = AlpacaSource | ChatSource | MappingSource | SquadSource  # apart from answers
 ExampleSource = (
-    AlpacaSource
-    | ChatSource
-    | CompletionSource
-    | InputOutputSource
-    | SquadSource
-    | MappingSource
-    | PreferenceSource
-    | TokenizedSource
+    PromptSource | CompletionSource | InputOutputSource | PreferenceSource | TokenizedSource
 )
 Source = Annotated[DocumentSource | ExampleSource, Field(discriminator="type")]

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
-from transformers import PreTrainedTokenizerFast
 
 from rostra.data.encode import Encoded
 from rostra.errors import RequestError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 SHOWN_TOKENS = 160  # of one side of a long example
 TRAINED, MASKED = "bold green", "dim"
@@ -88,18 +89,9 @@ class Audit:
         return {name: getattr(self, name) for name in names} | {"lengths": lengths}
 
     def show(self, console: Console) -> None:
-        """The counts and the lengths, with bars."""
+        """The share of targets."""
         share = self.targets / max(1, self.tokens)
-        console.print(
-            f"{self.examples:,} examples, {self.tokens:,} tokens, "
-            f"{self.targets:,} targets ({share:.0%})"
-        )
-        table = Table("length", "examples", "", box=None, pad_edge=False)
-        most = max(self.lengths.values(), default=1)
-        for size in sorted(self.lengths):
-            count = self.lengths[size]
-            table.add_row(f"to {size:,}", f"{count:,}", "█" * max(1, round(40 * count / most)))
-        console.print(table)
+        console.print(f"{self.targets:,} targets ({share:.0%} of tokens)")
 
 
 def show_examples(

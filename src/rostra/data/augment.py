@@ -15,9 +15,9 @@ from typing import Any
 from rostra.config.augmenting import AugmentTable
 from rostra.config.sources import (
     AlpacaSource,
-    ChatSource,
     ExampleSource,
     MappingSource,
+    PromptSource,
     SquadSource,
 )
 from rostra.data.conversations import Conversation, Message
@@ -28,7 +28,7 @@ CASINGS = (str.lower, str.upper, str.title)
 
 def varies(source: ExampleSource) -> bool:
     """Whether records of this source have prompts of which there can be variants."""
-    return isinstance(source, AlpacaSource | ChatSource | MappingSource | SquadSource)
+    return isinstance(source, PromptSource)
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Variant:
     Attributes:
         number: from 0 to table.variants - 1; variant 0 is the record itself.
         id: the record's, one of its own in the whole data.
-        seed: of the run.
+        seed: another one gives other variants.
     """
 
     table: AugmentTable

@@ -15,11 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateSyntaxError
-from transformers import PreTrainedTokenizerFast
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from rostra.data.conversations import Conversation, Message
 from rostra.data.examples import Segment
@@ -27,6 +25,9 @@ from rostra.data.records import BadRecord
 from rostra.data.templates import TEMPLATES
 from rostra.data.turns import Span, TemplateFault, Turns, anchor, stand_in
 from rostra.errors import RequestError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # What is meant to be one token wherever a template writes it.
@@ -159,6 +160,8 @@ class ChatTemplate:
     def _call(
         self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]], **options: bool
     ) -> Any:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
         try:
             return render_jinja_template(
                 [messages],

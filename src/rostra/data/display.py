@@ -49,11 +49,10 @@ class Display:
         if now - self._shown < (BAR_SECONDS if terminal else LINE_SECONDS):
             return
         self._shown = now
-        seconds = max(1e-9, now - self._began)
-        said = (
-            f"{progress.documents / seconds:,.0f} documents/s, "
-            f"{decimal(int(progress.bytes / seconds))}/s, {progress.tasks:,}/{progress.of:,} tasks"
-        )
+        said = f"{progress.tasks:,}/{progress.of:,} tasks"
+        if (seconds := now - self._began) >= BAR_SECONDS:  # else a rate says nothing
+            rate = decimal(int(progress.bytes / seconds))
+            said = f"{progress.documents / seconds:,.0f} documents/s, {rate}/s, {said}"
         if not terminal:
             print(f"{progress.stage}: {progress.share:.0%}, {said}", file=self._stream, flush=True)
             return

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
-from transformers import PreTrainedTokenizerFast
 
 from rostra.config.data import DataSection
 from rostra.config.sources import ChatSource, PreferenceSource
@@ -20,6 +19,9 @@ from rostra.data.examples import Example, Segment, Text, Tokens
 from rostra.data.records import BadRecord
 from rostra.data.sources import BadRecords
 from rostra.data.tokenizer import Encoder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 # Raise it when the same examples would give other tokens or weights.
 RECIPE = 1

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import string
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from rostra.config.augmenting import AugmentTable
 from rostra.config.sources import (
     AlpacaSource,
     ChatSource,
@@ -19,6 +20,7 @@ from rostra.config.sources import (
     SquadSource,
     TokenizedSource,
 )
+from rostra.data.augment import Variant, varies
 from rostra.data.conversations import Conversation, Message, conversation, preferences
 from rostra.data.records import BadRecord, Record, find_records, read_records
 from rostra.data.sources import BadRecords, Part
@@ -72,6 +74,9 @@ class Tokens:
     weights: tuple[float, ...]
 
 
+Content = Text | Conversation | Tokens
+
+
 @dataclass(frozen=True)
 class Example:
     """What is tuned on.
@@ -80,12 +85,14 @@ class Example:
         id: source, file and number; one of its own.
         where: file and record number, for messages.
         verdict: of preference data: chosen, rejected, up or down; such are not trained on.
+        variants: the same example with its prompt varied, where that is asked for.
     """
 
     id: str
     where: str
-    content: Text | Conversation | Tokens
+    content: Content
     verdict: str | None = None
+    variants: tuple[Content, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -94,6 +101,7 @@ class ExampleReader:
 
     index: int
     source: ExampleSource
+    augment: AugmentTable = field(default_factory=AugmentTable)
 
     @property
     def name(self) -> str:
@@ -103,6 +111,11 @@ class ExampleReader:
     def key(self) -> str:
         """The source's place in the config, for messages."""
         return f"data.sources.{self.index}"
+
+    @property
+    def variants(self) -> int:
+        """How many there are of each example, itself among them."""
+        return self.augment.variants if varies(self.source) else 1
 
     def parts(self, bad: BadRecords) -> list[Part]:
         """The files of the source in their fixed order."""
@@ -117,12 +130,13 @@ class ExampleReader:
         for record in self._records(part, bad):
             try:
                 found = list(self._contents(record.values))
+                variants = tuple(self._variant(record, k) for k in range(1, self.variants))
             except BadRecord as problem:
                 problem.reject(record.where, bad)
                 continue
             for content, verdict in found:
                 id = f"{self.name}:{record.id}" + (f":{verdict}" if verdict else "")
-                yield Example(id, record.where, content, verdict)
+                yield Example(id, record.where, content, verdict, variants)
 
     def _records(self, part: Part, bad: BadRecords) -> Iterator[Record]:
         for record in read_records(part, self.source, self.key, bad):
@@ -134,9 +148,13 @@ class ExampleReader:
             else:
                 yield record
 
-    def _contents(
-        self, values: dict[str, Any]
-    ) -> Iterator[tuple[Text | Conversation | Tokens, str | None]]:
+    def _variant(self, record: Record, number: int) -> Content:
+        variant = Variant(self.augment, number, f"{self.name}:{record.id}", self.augment.seed)
+        values = variant.values(record.values, self.source)
+        ((content, _),) = self._contents(values)  # of what has prompts, a record is an example
+        return variant.conversation(content) if isinstance(content, Conversation) else content
+
+    def _contents(self, values: dict[str, Any]) -> Iterator[tuple[Content, str | None]]:
         """What a record holds, each with its verdict, if it has one."""
         match self.source:
             case PreferenceSource():
@@ -294,7 +312,8 @@ def _tokenized(values: dict[str, Any]) -> Tokens:
 
 def _weighted(values: dict[str, Any]) -> Tokens:
     ids, weights = _integers(values, "tokens"), values["weights"]
-    if not isinstance(weights, list) or len(weights) != len(ids) or not all(map(_is_weight, weights)):
+    listed = isinstance(weights, list) and all(map(_is_weight, weights))
+    if not listed or len(weights) != len(ids):
         problem = "has no weight of at least 0 for each of its tokens"
         raise BadRecord("wrong type", problem, "Correct the record")
     return Tokens(tuple(ids), tuple(map(float, weights)))

@@ -76,7 +76,7 @@ def read_items(
     for batch in reader.read(part, bad):
         for item in token_items(batch) if "tokens" in batch.schema.names else text_items(batch):
             if kept := clean(item):
-                yield _as_example(kept, reader, part) if examples else kept
+                yield as_example(kept, reader, part) if examples else kept
 
 
 def text_items(batch: pa.RecordBatch) -> Iterator[Item]:
@@ -102,7 +102,8 @@ def token_items(batch: pa.RecordBatch) -> Iterator[Item]:
         yield Item(id, "", own.nbytes, digest, tokens=own)
 
 
-def _as_example(item: Item, reader: Reader, part: Part) -> Item:
+def as_example(item: Item, reader: Reader | ExampleReader, part: Part) -> Item:
+    """A document as an example of which every token is a target."""
     id = f"{reader.name}:{item.id}"
     content: Text | Tokens = Text((Segment(item.text, 1.0),))
     if item.tokens is not None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-from transformers import PreTrainedTokenizerFast
+from typing import TYPE_CHECKING, Any
 
 from rostra import files
 from rostra.config.cleaning import CleanTable
@@ -16,6 +14,7 @@ from rostra.data.cache import ContentHashes, cache_folder, cache_place, digest
 from rostra.data.documents import Documents, Losses
 from rostra.data.encode import ExampleEncoder
 from rostra.data.folders import Folder, LocalFolder, folder_at
+from rostra.data.formats import TokensReader
 from rostra.data.head import Head, HeadHashes
 from rostra.data.prepared import FORMAT
 from rostra.data.reading import make_reader
@@ -24,6 +23,9 @@ from rostra.data.tasks import Task, Tell, tasks_of
 from rostra.data.tokenizer import RECIPE, Encoder, add_tokens, load_tokenizer, train_tokenizer
 from rostra.data.tokenizing import make_encoder
 from rostra.errors import RequestError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 TRAINED_BYTES = 1 << 30  # of documents, chosen by hash, that a tokenizer is trained on
 
@@ -54,10 +56,11 @@ class Job:
     def of(cls, data: DataSection, model_tokenizer: str | None, notice: Notice) -> Job:
         """List all parts, hash their content and make the key. See `prepare`; of sources that are
         streamed, only the first documents are to be prepared."""
-        pretrained = _pretrained(data, model_tokenizer, notice)
+        pretrained = pretrained_tokenizer(data, model_tokenizer, notice)
         bad = BadRecords(data.on_bad_record, notice)
         head = Head.of(data, bad) if data.streaming else None
         tasks = head.tasks if head else list_tasks(data, bad)
+        _check_tokens(tasks, pretrained)
         sources = [source.model_dump() for source in data.sources]
         memo = f"memo-{digest([sources, str(Path.cwd())])[:16]}.json"
         hashes = (HeadHashes if head else ContentHashes)(cache_folder(data) / memo)
@@ -84,6 +87,7 @@ class Job:
                 "shard_tokens": data.prepare.shard_tokens,
                 "tokenizer": _tokenizer_key(data, pretrained, bad),
                 **({"head": head.identity} if head else {}),
+                **({"augment": data.augment.model_dump()} if data.augment.variants > 1 else {}),
             }
         )
         cache = cache_place(data)
@@ -145,9 +149,22 @@ class Job:
 
 def list_tasks(data: DataSection, bad: BadRecords) -> list[Task]:
     """The tasks of all sources; what cannot be listed goes to `bad`."""
-    readers = [make_reader(source, index) for index, source in enumerate(data.sources)]
+    readers = [
+        make_reader(source, index, data.augment) for index, source in enumerate(data.sources)
+    ]
     work = ((reader, part) for reader in readers for part in reader.parts(bad))
     return tasks_of(work, data.prepare.task_bytes)
+
+
+def _check_tokens(
+    tasks: list[Task], pretrained: tuple[str, PreTrainedTokenizerFast] | None
+) -> None:
+    """Whether sources of tokens are of the tokenizer."""
+    readers = {task.reader.index: task.reader for task in tasks}.values()
+    if given := [reader for reader in readers if isinstance(reader, TokensReader)]:
+        hash = Encoder(pretrained[1]).hash if pretrained else None
+        for reader in given:
+            reader.check_tokenizer(hash)
 
 
 def _tokenizer_key(
@@ -165,10 +182,14 @@ def _tokenizer_key(
     return trained
 
 
-def _pretrained(
+def pretrained_tokenizer(
     data: DataSection, model_tokenizer: str | None, notice: Notice
 ) -> tuple[str, PreTrainedTokenizerFast] | None:
-    """Name and tokenizer; None when one is to be trained."""
+    """Name and tokenizer; None when one is to be trained.
+
+    Raises:
+        RequestError: when there is none to load, and none is to be trained.
+    """
     if data.tokenizer.vocabulary is not None:
         return None
     name = data.tokenizer.pretrained or model_tokenizer

@@ -184,23 +184,24 @@ def training_loader(
     options = (global_batch_size, full_rows, virtual_tokens, notice)
     if not data.weighted:
         samples = training_samples(prepared, data, seed, *options)
-        return Loader(samples, global_batch_size)
+        more = (_samples(prepared, run, data, seed, *options) for run in prepared.variants[1:])
+        return Loader([Source(samples, *more)], global_batch_size)
     sources = []
     for index, source in enumerate(data.sources):
-        shards = prepared.train.of_source(index)
         own = derive(seed, "source", index) if len(data.sources) > 1 else seed
         # A document is no example that may be too long: it is cut, and nothing of it left out.
         example = isinstance(source, ExampleSource)
         each = data if example else data.model_copy(update={"long_examples": "split"})
-        samples = _samples(prepared, shards, each, own, *options)
-        if source.weight and not len(samples):
+        runs = [run.of_source(index) for run in prepared.variants]
+        variants = Source(*(_samples(prepared, run, each, own, *options) for run in runs))
+        if source.weight and not len(variants):
             raise RequestError(
-                f"data.sources.{index}: its {shards.tokens:,} training tokens make no sample of "
+                f"data.sources.{index}: its {runs[0].tokens:,} training tokens make no sample of "
                 f"data.sequence_length ({data.sequence_length}). Add to it, "
                 + ("see data.long_examples, " if example else "")
                 + "or set its weight to 0."
             )
-        sources.append(Source(samples))
+        sources.append(variants)
     weights = [source.weight or 0.0 for source in data.sources]
     limits = [
         None if source.epochs is None else samples.samples(source.epochs)

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ TRIES = 3  # of a download, beside the tries that each request to a store has
 PAUSE = 0.5  # seconds, longer each time
 CHUNK = 1 << 20
 LOCK, ASIDE = ".lock", ".aside"
+OURS = re.compile(rf"[0-9a-f]{{64}}|\.[0-9a-f]{{64}}\{ASIDE}")  # all else there is not touched
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -166,7 +168,7 @@ class LocalCache:
     def _entries(self) -> Iterator[tuple[bool, int, int, Path]]:
         """Whether complete, time of last use, size, and path of each file in the cache."""
         for entry in os.scandir(self.folder):
-            if not entry.name.endswith(LOCK):
+            if OURS.fullmatch(entry.name):
                 with contextlib.suppress(FileNotFoundError):  # renamed since it was listed
                     state = entry.stat()
                     complete = not entry.name.endswith(ASIDE)

@@ -9,7 +9,7 @@ from rostra.data.audit import Audit
 from rostra.data.clean import Rejections
 from rostra.data.job import Job
 from rostra.data.prepared import FORMAT
-from rostra.data.shards import SPLITS
+from rostra.data.shards import SPLITS, variant_split
 from rostra.data.sources import BadRecords
 
 Record = dict[str, Any]
@@ -36,11 +36,16 @@ def manifest_of(
     Raises:
         RequestError: when the label audit finds that no end is ever trained.
     """
-    shards = {split: [s for r in tokenized for s in r["shards"][split]] for split in SPLITS}
+    shards: dict[str, list[Record]] = {
+        split: [s for r in tokenized for s in r["shards"][split]] for split in SPLITS
+    }
     counts = {
         split: {name: sum(shard[name] for shard in found) for name in COUNTED}
         for split, found in shards.items()
     }
+    for name in map(variant_split, range(1, job.data.augment.variants)):
+        # What has no prompts to vary is the same in all variants.
+        shards[name] = [s for r in tokenized for s in r["shards"].get(name, r["shards"]["train"])]
     if job.data.examples:
         counts = {
             split: {"examples": found.pop("documents"), **found} for split, found in counts.items()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
-
-from transformers import PreTrainedTokenizerFast
+from typing import TYPE_CHECKING, Any
 
 from rostra import files
 from rostra.config.data import DataSection
@@ -18,18 +17,22 @@ from rostra.config.sources import PreferenceSource
 from rostra.data.cache import one_at_a_time
 from rostra.data.documents import Read, drop_duplicates
 from rostra.data.encode import ExampleEncoder
-from rostra.data.engines import make_engine
+from rostra.data.engines import open_engine
 from rostra.data.folders import LocalFolder, commit, read_json, write_json
 from rostra.data.job import Job, Notice
 from rostra.data.manifest import manifest_of
 from rostra.data.prepared import TOKENIZER, Prepared, open_prepared, seal
 from rostra.data.progress import Meter, Show
 from rostra.data.sources import BadRecords
-from rostra.data.tasks import Do, complete_tasks, read_record
+from rostra.data.store_lock import StoreLock
+from rostra.data.tasks import Do, Engine, complete_tasks, read_record
 from rostra.data.tokenizer import Encoder
 from rostra.data.tokenizing import TOKENIZER_RECORD, Tokenize, fetched_tokenizer
 from rostra.errors import RequestError
 from rostra.store import explain_full_disk, sweep
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 DROPPED = "duplicates.json"
 
@@ -81,20 +84,17 @@ def _prepare_alone(job: Job, notice: Notice, show: Show) -> Prepared:
     def waiting() -> None:
         notice("another process is preparing the same data; waiting for it")
 
-    if files.is_url(job.cache):  # without locks, several do the same, and write the same
-        with _explained(job):
-            Preparation(job, notice, show).run()
+    lock = files.join(job.cache, f".{job.key[:24]}.lock")
+    if files.is_url(job.cache):
+        with StoreLock(lock, notice):
+            _prepare_missing(job, notice, show)
     else:
         cache = Path(job.cache)
         try:
-            with one_at_a_time(cache / f".{job.key[:24]}.lock", waiting):
+            with one_at_a_time(Path(lock), waiting):
                 sweep(cache)
                 _remove_given_up(cache)
-                if open_prepared(job.place) is None:
-                    if Path(job.place).exists():
-                        notice(f"{job.place} is broken or of another version; preparing it anew")
-                    with _explained(job):
-                        Preparation(job, notice, show).run()
+                _prepare_missing(job, notice, show)
         except BaseException:
             with contextlib.suppress(OSError):
                 cache.rmdir()  # if it is ours and empty
@@ -104,12 +104,30 @@ def _prepare_alone(job: Job, notice: Notice, show: Show) -> Prepared:
     return prepared
 
 
+def _prepare_missing(job: Job, notice: Notice, show: Show) -> None:
+    """Prepare, unless another process has done so by now."""
+    if open_prepared(job.place) is not None:
+        return
+    if Path(job.place).exists():
+        notice(f"{job.place} is broken or of another version; preparing it anew")
+    with _explained(job), open_engine(job.data, job.bytes, notice) as engine:
+        Preparation(job, engine, notice, show).run()
+
+
 @contextlib.contextmanager
 def _explained(job: Job) -> Iterator[None]:
-    """A full disk explained, and nothing left of work in which no task is complete."""
+    """A full disk or a lost file explained, and nothing left of work in which no task is
+    complete."""
+    disk = tempfile.gettempdir() if files.is_url(job.cache) else job.cache
     try:
-        with explain_full_disk(Path(job.cache)):
-            yield
+        try:
+            with explain_full_disk(Path(disk)):
+                yield
+        except (FileNotFoundError, PermissionError) as error:  # of sources, readers say it
+            raise RequestError(
+                f"{job.cache}: cannot be worked in, or was changed by something else ({error}). "
+                "Start the same command again, or choose another place with data.cache."
+            ) from error
     except BaseException:
         if not any(complete_tasks(job.work, do.stage, job.tasks) for do in (Read, Tokenize)):
             job.work.remove()
@@ -127,8 +145,8 @@ def _remove_given_up(cache: Path) -> None:
 class Preparation:
     """One start of preparing: does what is not complete yet, then commits."""
 
-    def __init__(self, job: Job, notice: Notice, show: Show) -> None:
-        self._job, self._notice, self._show = job, notice, show
+    def __init__(self, job: Job, engine: Engine, notice: Notice, show: Show) -> None:
+        self._job, self._engine, self._notice, self._show = job, engine, notice, show
         self._work, self._documents = job.work, job.documents
         self._heard = BadRecords("skip", notice)
         self._passes = 0
@@ -161,8 +179,7 @@ class Preparation:
             self._notice(f"going on: {len(done):,} of {len(tasks):,} tasks are complete ({said})")
         todo = [task for task in tasks if task.number not in done]
         meter = self._meter(said, done)
-        engine = make_engine(self._job.data, sum(task.size for task in todo), self._notice)
-        with contextlib.closing(engine.run(todo, do, meter.tell)) as complete:
+        with contextlib.closing(self._engine.run(todo, do, meter.tell)) as complete:
             for task in complete:
                 self._announce(read_record(self._work, do.stage, task.number) or {})
                 meter.complete(task.number)
@@ -252,10 +269,13 @@ def _check_length(documents: int, tokens: int, data: DataSection) -> None:
                 f"data.held_out ({data.held_out:g})."
             )
         return
-    needed = data.sequence_length + 1
+    needed, of, also = 2, "a token and the one after it", ""
+    if data.packed == "concatenate":
+        needed = data.sequence_length + 1
+        of = f"data.sequence_length {data.sequence_length} and the token after it"
+        also = "data.sequence_length or "
     if tokens < needed:
         raise RequestError(
-            f"the corpus has {tokens:,} training tokens, and one sample needs {needed:,} "
-            f"(data.sequence_length {data.sequence_length} and the token after it). Add text to "
-            "data.sources, or lower data.sequence_length or data.held_out."
+            f"the corpus has {tokens:,} training tokens, and one sample needs {needed:,} ({of}). "
+            f"Add text to data.sources, or lower {also}data.held_out."
         )

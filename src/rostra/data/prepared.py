@@ -8,21 +8,23 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import PreTrainedTokenizerFast
 
 from rostra.config.loading import LoadTable
 from rostra.data.cache import digest
 from rostra.data.local_cache import LocalCache
 from rostra.data.mapping import Content, MappedFiles
-from rostra.data.shards import SPLITS, Shard, ShardCounts, Shards, Split
+from rostra.data.shards import SPLITS, Shard, ShardCounts, Shards
 from rostra.data.tokenizer import load_tokenizer
 from rostra.errors import RequestError
 from rostra.files import is_url, join, read_bytes
 from rostra.store import MANIFEST
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 # Raise it when the same sources would give other shards.
 FORMAT = 1
@@ -78,9 +80,12 @@ class PreparedFiles:
 class Prepared:
     """What `prepare` made: the shards of both splits, and the tokenizer.
 
-    `folder` is a local one or a URL. `manifest` has `format, key, counts` (documents, tokens
-    and bytes a split), `skipped`, `tokenizer` (hash, vocabulary size, its name when
-    pretrained), `dtype, sources, shards`, and of examples `audit`.
+    `variants` are what epoch after epoch takes in turns: `train`, and other variants of its
+    examples where the config asks for some. `folder` is a local one or a URL.
+
+    `manifest` has `format, key, counts` (documents, tokens and bytes a split), `skipped`,
+    `tokenizer` (hash, vocabulary size, its name when pretrained), `dtype, sources, shards`,
+    and of examples `audit`.
     """
 
     def __init__(self, manifest: dict[str, Any], files: PreparedFiles) -> None:
@@ -89,8 +94,10 @@ class Prepared:
         self._files = files
         self.train = self._shards("train")
         self.held_out = self._shards("held_out")
+        more = [self._shards(split) for split in manifest["shards"] if split not in SPLITS]
+        self.variants = [self.train, *more]
 
-    def _shards(self, split: Split) -> Shards:
+    def _shards(self, split: str) -> Shards:
         counts = [ShardCounts(**shard) for shard in self.manifest["shards"][split]]
         return Shards(counts, self._files.shard)
 
@@ -187,7 +194,7 @@ def _manifest(folder: Path | str) -> bytes:
 
 def _is_complete(sealed: dict[str, Any], files: dict[str, Any]) -> bool:
     """Whether `files`, which no digest covers, has the shards and else a tokenizer's only."""
-    shards = {shard["file"] for split in SPLITS for shard in sealed["shards"][split]}
+    shards = {shard["file"] for split in sealed["shards"].values() for shard in split}
     rest = files.keys() - shards
     return shards <= files.keys() and all(name.startswith(f"{TOKENIZER}/") for name in rest)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, cast
 
+from rostra.config.augmenting import AugmentTable
 from rostra.config.sources import (
     CsvSource,
     DatasetSource,
@@ -46,8 +47,10 @@ _READERS: dict[type[SourceSection], Callable[[int, Any], Reader]] = {
 }
 
 
-def make_reader(source: Source, index: int) -> Reader | ExampleReader:
-    """The reader of `data.sources[index]`."""
+def make_reader(
+    source: Source, index: int, augment: AugmentTable | None = None
+) -> Reader | ExampleReader:
+    """The reader of `data.sources[index]`; examples get the variants of `augment`."""
     if reader := _READERS.get(type(source)):
         return reader(index, source)
-    return ExampleReader(index, cast(ExampleSource, source))
+    return ExampleReader(index, cast(ExampleSource, source), augment or AugmentTable())

@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +72,16 @@ def find_records(source: RecordsSource, key: str, bad: BadRecords) -> list[Part]
     path = local_path(source.path)
     local = not is_url(source.path)
     if source.format in ("auto", "dataset"):
-        if parts := saved_dataset(source.path, source.split, key):
+        whole = "[" not in source.split
+        if whole and (parts := saved_dataset(source.path, source.split, key)):
             return parts
         if local and (_is_hub(path, source) or (path.is_dir() and _is_hub_like(path, source))):
             return _loaded_dataset(source, key)
+    if "[" in source.split:
+        raise RequestError(
+            f"{key}.split: {source.split!r} is a slice, and {source.path} is not of the hub; name "
+            "a whole split, or give a file with what you want of it"
+        )
     parts = find_parts(source.path, _suffixes(source.format), key, bad)
     folder = path.is_dir() if local else not _is_one(source.path, parts)
     return _of_split(parts, source, key, bad) if folder else parts
@@ -282,16 +289,26 @@ def _is_hub_like(folder: Path, source: RecordsSource) -> bool:
 
 
 def _loaded_dataset(source: RecordsSource, key: str) -> list[Part]:
-    """The Arrow files that the datasets library makes of a hub id or a folder like one."""
-    if "[" in source.split:
-        raise RequestError(f"{key}.split: {source.split!r} is a slice; name a whole split")
+    """The Arrow files that the datasets library makes of a hub id or a folder like one; of a
+    slice of a split (`train[:10%]`) they are written beside those of the whole, once."""
     datasets = the_library(source.path, key)
     try:
         loaded = datasets.load_dataset(source.path, source.subset, split=source.split)
+        files = [Path(file["filename"]) for file in loaded.cache_files]
+        if "[" in source.split and files:
+            return _sliced(loaded, files[0].parent, source, key)
     except Exception as error:  # its own kinds, those of the hub, of the network, of formats
         raise dataset_failed(source.path, key, error) from error
     stem = f"{source.subset or 'default'}-{source.split}"
-    files = [Path(file["filename"]) for file in loaded.cache_files]
     return [
         Part(f"{stem}-{number:05d}", found_file(str(path))) for number, path in enumerate(files)
     ]
+
+
+def _sliced(loaded: Any, folder: Path, source: RecordsSource, key: str) -> list[Part]:
+    """The files of a slice, `folder` being that of the whole dataset in this version."""
+    name = sha256(repr([source.subset, source.split]).encode()).hexdigest()[:16]
+    saved = folder / f"rostra-{name}"
+    if not (saved / "state.json").exists():  # written last
+        loaded.save_to_disk(saved)
+    return saved_dataset(str(saved), source.split, key)

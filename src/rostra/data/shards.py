@@ -23,6 +23,12 @@ from rostra.data.mapping import Content, MappedFiles
 Split = Literal["train", "held_out"]
 SPLITS: tuple[Split, ...] = ("train", "held_out")
 
+
+def variant_split(number: int) -> str:
+    """Where variant 1, 2 and so on of the training examples are (`data.augment`)."""
+    return f"train-v{number}"
+
+
 OPEN = 256  # shards of a split that a process has open: a map and a file descriptor each
 PATIENCE = 30.0  # seconds for other processes to let go of something in a full cache
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from rostra.data.clean import Rejections
 from rostra.data.documents import Documents, Losses
 from rostra.data.folders import LocalFolder
 from rostra.data.formats import TokensReader
+from rostra.data.lanes import Cursors, Lane, Turns
 from rostra.data.loader import Position
 from rostra.data.permutation import derive
 from rostra.data.prepared import Prepared
@@ -36,63 +37,6 @@ from rostra.errors import RequestError
 
 KEPT = 64  # samples of a lane to which one can go back without reading it from its start
 READERS = 16  # threads that read: on a store each takes its time
-_WORD = 1 << 64
-_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio
-
-Cursors = tuple[Cursor, ...]  # one a stream
-
-
-class Turns:
-    """Which source each sample of a lane is of, by weights, at any place without counting.
-
-    The golden ratio's multiples, from a random start for each lane, are spread over the unit
-    interval as evenly as any sequence is (Weyl, 1916); each source has its share of that.
-    """
-
-    def __init__(self, weights: Sequence[float], lanes: int, seed: int) -> None:
-        total = sum(weights)
-        bounds = [int(sum(weights[:k]) / total * _WORD) for k in range(1, len(weights))]
-        self._bounds = np.array([min(bound, _WORD - 1) for bound in bounds], np.uint64)
-        self._starts = np.array([derive(seed, "lane", k) for k in range(lanes)], np.uint64)
-
-    def at(self, sample: int) -> NDArray[np.int64]:
-        """The source of each lane's sample with this number: [lanes]."""
-        return self._of(self._starts, sample)
-
-    def one(self, sample: int, lane: int) -> int:
-        """The same of one lane."""
-        return int(self._of(self._starts[lane : lane + 1], sample)[0])
-
-    def _of(self, starts: NDArray[np.uint64], sample: int) -> NDArray[np.int64]:
-        words = starts + np.uint64(sample * _GOLDEN % _WORD)
-        return np.searchsorted(self._bounds, words, side="right")
-
-
-class Lane:
-    """One row of the global batch: a tape of each stream, and the cursors of earlier samples."""
-
-    def __init__(self, tapes: list[Tape], sample: int) -> None:
-        self.tapes = tapes
-        self.next = sample  # the number of its next sample
-        self.kept: dict[int, Cursors] = {}
-
-    @property
-    def cursors(self) -> Cursors:
-        return tuple(tape.cursor for tape in self.tapes)
-
-    def seek(self, sample: int) -> None:
-        """Go back, if it is beyond a sample, to where it comes from."""
-        if sample >= self.next:
-            return
-        found = max((n for n in self.kept if n <= sample), default=0)
-        cursors = self.kept.get(found, (Cursor(),) * len(self.tapes))
-        for tape, cursor in zip(self.tapes, cursors, strict=True):
-            tape.restart(cursor)
-        self.next = found
-
-    def forget(self, sample: int) -> None:
-        """Keep no cursors of samples before this one."""
-        self.kept = {n: cursors for n, cursors in self.kept.items() if n >= sample}
 
 
 class StreamLoader:
@@ -124,7 +68,8 @@ class StreamLoader:
         self._turns = Turns(weights, global_batch_size, seed)
         self._seen = np.zeros(len(weights), np.int64)  # samples of each source,
         self._counted = 0  # in so many of each lane
-        self._base: tuple[int, list[Cursors]] | None = None  # where a checkpoint goes on
+        start = (Cursor(),) * len(streams)
+        self._base = 0, [start] * global_batch_size  # the sample and cursors where lanes begin
         self._lanes: dict[int, Lane] = {}
         self._trained = 0  # samples of each lane
         self._lock = threading.Lock()
@@ -138,9 +83,8 @@ class StreamLoader:
         with self._lock:
             while row < count:
                 sample, lane = divmod(first + row, self.global_batch_size)
-                lanes = self._at(
-                    sample, range(lane, min(self.global_batch_size, lane + count - row))
-                )
+                stop = min(self.global_batch_size, lane + count - row)
+                lanes = self._at(sample, range(lane, stop))
                 for tape in self._next(lanes):
                     tape.look(tokens[row], begins[row])
                     row += 1
@@ -192,10 +136,12 @@ class StreamLoader:
         """Where the lanes that this process has made stand at the beginning of a step."""
         sample = position // self.global_batch_size
         with self._lock:
-            return {
+            self._at(sample, [n for n, lane in self._lanes.items() if lane.next < sample])
+            made = {
                 number: lane.cursors if lane.next == sample else lane.kept[sample]
                 for number, lane in self._lanes.items()
             }
+            return dict(enumerate(self._base[1])) | made if sample == self._base[0] else made
 
     def resume(
         self, state: dict[str, Any] | None, lanes: list[list[list[int]]] | None, position: int
@@ -222,10 +168,7 @@ class StreamLoader:
 
     def _lane(self, number: int) -> Lane:
         if number not in self._lanes:
-            start = (Cursor(),) * len(self.sources)
-            sample, cursors = 0, start
-            if self._base is not None:
-                sample, cursors = self._base[0], self._base[1][number]
+            sample, cursors = self._base[0], self._base[1][number]
             pairs = zip(self.sources, cursors, strict=True)
             tapes = [Tape(stream, number, cursor, self._losses.bad) for stream, cursor in pairs]
             self._lanes[number] = Lane(tapes, sample)
@@ -266,7 +209,9 @@ class StreamLoader:
 
     def _fill(self, tapes: list[Tape]) -> None:
         """Read and tokenize more for each of these."""
-        found = list(self._threads.map(Tape.read, tapes))
+        reading = [self._threads.submit(tape.read) for tape in tapes]
+        wait(reading)  # also for those beside one that fails, as they may all be restarted
+        found = [future.result() for future in reading]
         kept = [[(raw, self._content(raw)) for raw in raws] for raws in found]
         texts = [text for each in kept for _, text in each if isinstance(text, str)]
         encoded = iter(self._encoder.encode(texts))
@@ -282,11 +227,12 @@ class StreamLoader:
             return None
         if item.tokens is None:
             return raw.stripe.share(item.text) or None
-        if (highest := int(item.tokens.max(initial=0))) >= self._encoder.vocabulary_size:
+        highest, size = int(item.tokens.max(initial=0)), self._encoder.vocabulary_size
+        if highest >= size:
             raise RequestError(
-                f"{raw.stripe.reader.key}: document {item.id} holds token {highest}; the vocabulary "
-                f"has 0 to {self._encoder.vocabulary_size - 1}. Name the tokenizer that it was made "
-                "with (data.tokenizer.pretrained)."
+                f"{raw.stripe.reader.key}: document {item.id} holds token {highest}; the "
+                f"vocabulary has 0 to {size - 1}. Name the tokenizer that it was made with "
+                "(data.tokenizer.pretrained)."
             )
         return item.tokens
 

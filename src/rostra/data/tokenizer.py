@@ -7,16 +7,18 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rostra.config.data import TokenizerTable
 from rostra.data.words import Words, stretches
 from rostra.errors import RequestError
+
+if TYPE_CHECKING:  # else imported where it is used: whoever only reads shards can do without
+    from transformers import PreTrainedTokenizerFast
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -48,6 +50,8 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
     Raises:
         RequestError: when there is none, or it is not a fast one (a `tokenizer.json`).
     """
+    from transformers import AutoTokenizer
+
     if str(name).startswith((".", "/", "~")) and not Path(name).is_dir():
         raise RequestError(f"{name}: no such folder; give a model's or tokenizer's, or a hub id")
     try:
@@ -96,6 +100,8 @@ def train_tokenizer(texts: Iterator[str], vocabulary: int) -> PreTrainedTokenize
     ends a document. Decoding gives every text back unchanged. The same texts train the same
     tokenizer; too few texts train a smaller one.
     """
+    from transformers import PreTrainedTokenizerFast
+
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -4,32 +4,35 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import PreTrainedTokenizerFast
 
 from rostra.config.data import DataSection
 from rostra.data.audit import Audit
 from rostra.data.documents import Documents, Losses
-from rostra.data.encode import ExampleEncoder
+from rostra.data.encode import Encoded, ExampleEncoder
+from rostra.data.examples import Example, ExampleReader
 from rostra.data.folders import Folder, read_json
 from rostra.data.items import Item, batches
 from rostra.data.prepared import TOKENIZER
-from rostra.data.shards import SPLITS, Split
+from rostra.data.shards import SPLITS, variant_split
 from rostra.data.sources import BadRecords
 from rostra.data.tasks import Task, Tell, write_record
 from rostra.data.tokenizer import Encoder, load_tokenizer
 from rostra.data.writer import ShardWriter
 from rostra.errors import RequestError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
 TOKENIZER_RECORD = f"{TOKENIZER}.json"
 
-Writers = dict[Split, ShardWriter]
+Writers = dict[str, ShardWriter]  # by split, or variant of the training split
 
 
 @dataclass
@@ -61,7 +64,9 @@ class Tokenize:
     def __call__(self, task: Task, tell: Tell) -> None:
         data, losses = self.documents.data, Losses.of(self.documents.data)
         with self.work.scratch() as folder:
-            writers = {split: self._writer(folder, split, task) for split in SPLITS}
+            count = task.reader.variants if isinstance(task.reader, ExampleReader) else 1
+            splits = [*SPLITS, *map(variant_split, range(1, count))]
+            writers = {split: self._writer(folder, split, task) for split in splits}
             items = _told(self.documents.items(task, losses), tell)
             if isinstance(self.encoder, ExampleEncoder):
                 self.encoder.bad = losses.bad
@@ -74,7 +79,7 @@ class Tokenize:
                 for shard in writer.closed:
                     files[shard.file] = self.result.take(folder / shard.file, shard.file)
         shards = {split: [vars(s) for s in writer.closed] for split, writer in writers.items()}
-        every = [shard for writer in writers.values() for shard in writer.closed]
+        every = [shard for split in SPLITS for shard in writers[split].closed]
         counts = {
             "documents": sum(shard.documents for shard in every),
             "bytes": sum(shard.bytes for shard in every),
@@ -82,7 +87,7 @@ class Tokenize:
         record = {**counts, "shards": shards, "files": files, **losses.to_json(), **more}
         write_record(self, task, record)
 
-    def _writer(self, folder: Path, split: Split, task: Task) -> ShardWriter:
+    def _writer(self, folder: Path, split: str, task: Task) -> ShardWriter:
         data = self.documents.data
         return ShardWriter(
             folder,
@@ -132,11 +137,30 @@ def _write_examples(
     audits = {split: Audit() for split in SPLITS}
     for batch in items:
         splits = {item.id: item.split(held_out) for item in batch}
-        for found in encoder.encode([item.example for item in batch if item.example]):
+        examples = [item.example for item in batch if item.example]
+        trained = set()
+        for found in encoder.encode(examples):
             split = splits[found.id]
-            writers[split].add(found.id, "", found.tokens, found.text_bytes, found.weights)
+            _add(found, writers[split])
             audits[split].add(found)
+            if split == "train":
+                trained.add(found.id)
+        _write_variants(encoder, [e for e in examples if e.id in trained], writers)
     return {"audits": {split: vars(audit) for split, audit in audits.items()}}
+
+
+def _write_variants(encoder: ExampleEncoder, examples: list[Example], writers: Writers) -> None:
+    """The further variants of examples that are trained on, each variant a run of its own."""
+    for number in range(1, 1 + max((len(e.variants) for e in examples), default=0)):
+        variants = [
+            replace(e, id=f"{e.id}:v{number}", content=e.variants[number - 1]) for e in examples
+        ]
+        for found in encoder.encode(variants):
+            _add(found, writers[variant_split(number)])
+
+
+def _add(found: Encoded, writer: ShardWriter) -> None:
+    writer.add(found.id, "", found.tokens, found.text_bytes, found.weights)
 
 
 def make_encoder(

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from rostra.data.shards import ShardCounts, Split
+from rostra.data.shards import ShardCounts
 
 
 class ShardWriter:
@@ -22,7 +22,7 @@ class ShardWriter:
     def __init__(
         self,
         folder: Path,
-        split: Split,
+        split: str,
         dtype: type[Any],
         shard_tokens: int,
         keep_text: bool,

@@ -9,7 +9,16 @@ from __future__ import annotations
 from rostra.files.listing import File, file_at, find_files, walk
 from rostra.files.reading import open_range
 from rostra.files.stores import Retries, is_url, join, local_path
-from rostra.files.transfer import exists, fetch, hash_file, put, put_bytes, read_bytes, remove
+from rostra.files.transfer import (
+    exists,
+    fetch,
+    hash_file,
+    put,
+    put_bytes,
+    put_new,
+    read_bytes,
+    remove,
+)
 
 __all__ = [
     "File",
@@ -25,6 +34,7 @@ __all__ = [
     "open_range",
     "put",
     "put_bytes",
+    "put_new",
     "read_bytes",
     "remove",
     "walk",

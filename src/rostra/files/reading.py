@@ -63,7 +63,12 @@ class _Head(io.RawIOBase):
 
 
 class _Stream(Protocol):
-    """Bytes as they come; `read` gives none at the end."""
+    """Bytes as they come; `read` gives none at the end.
+
+    `whole`: it goes on to the file's end, whatever was asked for.
+    """
+
+    whole: bool
 
     def read(self, count: int) -> bytes: ...
 
@@ -125,8 +130,9 @@ class _Ranged(io.RawIOBase):
             connected = False
             try:
                 if self._stream is None:
-                    self._until = min(self._stop, self._place + REQUEST_BYTES)
-                    self._stream = self._connect(self._file, self._place, self._until)
+                    until = min(self._stop, self._place + REQUEST_BYTES)
+                    self._stream = self._connect(self._file, self._place, until)
+                    self._until = self._stop if self._stream.whole else until
                 connected = True
                 if data := self._stream.read(min(count, self._until - self._place)):
                     self._place += len(data)
@@ -152,8 +158,11 @@ class _Ranged(io.RawIOBase):
 class _Body:
     """The body of an HTTP answer; what came before it broke is not lost."""
 
-    def __init__(self, loop: Any, content: Any, close: Callable[[], Any]) -> None:
+    def __init__(
+        self, loop: Any, content: Any, close: Callable[[], Any], whole: bool = False
+    ) -> None:
         self._loop, self._content, self._close = loop, content, close
+        self.whole = whole
 
     def read(self, count: int) -> bytes:
         found = bytearray()
@@ -186,11 +195,12 @@ def _s3(file: File, start: int, stop: int) -> _Stream:
 def _http(file: File, start: int, stop: int) -> _Stream:
     fs, url = store_of(file.url)
     answer = sync(fs.loop, _get, fs, url, start, stop)
-    body = _Body(fs.loop, answer.content, answer.close)
+    whole = answer.status != 206  # a server without ranges
+    body = _Body(fs.loop, answer.content, answer.close, whole)
     if (version := version_of(answer.headers)) != file.version:
         body.close()
         raise Changed(f"it was version {file.version}, and is {version or 'unknown'}")
-    passed = 0 if answer.status == 206 else start  # a server without ranges gives it all
+    passed = start if whole else 0
     while passed and (data := body.read(min(passed, STREAM_BUFFER))):
         passed -= len(data)
     return body
@@ -211,21 +221,26 @@ async def _get(fs: Any, url: str, start: int, stop: int) -> Any:
 
 
 class _Blocks:
-    """Any other store: a request a block, and the version looked at again at the end."""
+    """Any other store: a request a block, and after each the version is looked at again."""
+
+    whole = False
 
     def __init__(self, file: File, start: int, stop: int) -> None:
         self._file, self._place = file, start
         self._fs, self._path = store_of(file.url)
+        self._check()  # a store that does not answer is told from a file that ends early
 
     def read(self, count: int) -> bytes:
         data = self._fs.cat_file(self._path, start=self._place, end=self._place + count)
+        self._check()
         self._place += len(data)
-        if self._place == self._file.size or not data:
-            self._fs.invalidate_cache()
-            version = version_of(self._fs.info(self._path))
-            if version != self._file.version:
-                raise Changed(f"it was version {self._file.version}, and is {version}")
         return bytes(data)
+
+    def _check(self) -> None:
+        self._fs.invalidate_cache()
+        version = version_of(self._fs.info(self._path))
+        if version != self._file.version:
+            raise Changed(f"it was version {self._file.version}, and is {version}")
 
     def close(self) -> None:
         pass

@@ -31,6 +31,8 @@ _CREDENTIALS = {
     "gcs": "GOOGLE_APPLICATION_CREDENTIALS, or `gcloud auth application-default login`",
     "azure": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
 }
+_CONNECTIONS = 1024  # a file that is open and waits keeps its own: these may be many
+_CHANCE = random.Random()  # seeds of a run make neither this alike on all ranks, nor it them
 _GONE = (404, 410)
 _REFUSED = (401, 403, 407)
 _CHANGED = 412  # a precondition failed: the object is another version
@@ -52,7 +54,7 @@ class Retries:
     def delays(self) -> Iterator[float]:
         """Seconds to wait after each failure but the last."""
         for attempt in range(self.attempts - 1):
-            yield random.uniform(0, min(self.longest, self.first * 2**attempt))
+            yield _CHANCE.uniform(0, min(self.longest, self.first * 2**attempt))
 
     def call(self, url: str, work: Callable[[], T]) -> T:
         """What `work` gives, tried again while its failures may pass.
@@ -109,11 +111,12 @@ def store_of(url: str) -> tuple[Any, str]:
     options: dict[str, Any] = {}
     if protocol in ("s3", "s3a") and "config_kwargs" not in fsspec.config.conf.get("s3", {}):
         # Trying again is done here: a wrong address shall not take minutes to be told.
-        # And a file that is open and waits keeps its connection: there must be more of these.
         options["config_kwargs"] = {
             "retries": {"total_max_attempts": 2, "mode": "standard"},
-            "max_pool_connections": 1024,
+            "max_pool_connections": _CONNECTIONS,
         }
+    if protocol in ("http", "https"):
+        options["get_client"] = _http_client
     try:
         fs, path = fsspec.core.url_to_fs(url, **options)
     except ImportError as error:
@@ -126,6 +129,14 @@ def store_of(url: str) -> tuple[Any, str]:
     except ValueError as error:
         raise RequestError(f"{url}: {protocol}:// is no protocol that fsspec knows") from error
     return fs, path
+
+
+async def _http_client(**options: Any) -> Any:
+    """The session of fsspec's HTTP file systems, of which each host has one."""
+    import aiohttp
+
+    connector = aiohttp.TCPConnector(limit=_CONNECTIONS)
+    return aiohttp.ClientSession(**{"connector": connector, **options})
 
 
 def status_of(error: BaseException) -> int | None:

@@ -14,7 +14,9 @@ from typing import cast
 
 from rostra.files.listing import File, file_at
 from rostra.files.reading import STREAM_BUFFER, open_range
-from rostra.files.stores import RETRIES, is_url, local_path, store_of
+from rostra.files.stores import RETRIES, is_url, local_path, status_of, store_of
+
+_THERE_ALREADY = (409, 412)  # written at the same time, or before
 
 
 def read_bytes(url: str) -> bytes:
@@ -55,6 +57,33 @@ def put_bytes(data: bytes, url: str) -> None:
         return
     with _complete(local_path(url)) as aside:
         aside.write_bytes(data)
+
+
+def put_new(data: bytes, url: str) -> bool:
+    """Write a small file unless there is one already: whether it was written. Of several that
+    do so at once one succeeds, where the store knows conditional writes (S3, GCS, Azure).
+
+    Raises as `put`.
+    """
+    if not is_url(url):
+        path = local_path(url)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError), path.open("xb") as file:
+            file.write(data)
+            return True
+        return False
+    fs, inside = store_of(url)
+
+    def create() -> bool:
+        try:
+            fs.pipe_file(inside, data, mode="create")
+        except OSError as error:
+            if isinstance(error, FileExistsError) or status_of(error) in _THERE_ALREADY:
+                return False
+            raise
+        return True
+
+    return RETRIES.call(url, create)
 
 
 def exists(url: str) -> bool:

@@ -5,34 +5,16 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-from rostra.adapt import virtual_tokens
 from rostra.build import build_engine, build_model, check_model
-from rostra.checkpoint import (
-    Checkpoint,
-    Position,
-    keep_newest,
-    save_checkpoint,
-)
+from rostra.checkpoint import Checkpoint, keep_newest, save_checkpoint
 from rostra.config import Config, config_to_yaml
-from rostra.data import (
-    Loader,
-    Prepared,
-    ReadAhead,
-    Source,
-    Stream,
-    StreamLoader,
-    prepare,
-    streaming_loader,
-    training_loader,
-)
 from rostra.errors import RequestError, Stopped
 from rostra.events import Events, JsonLines, Listener, plain, read_events
 from rostra.hardware import best_device, can_compile
@@ -41,7 +23,14 @@ from rostra.memory import explain_out_of_memory, keep_freed_memory, measure, pea
 from rostra.report import write_report
 from rostra.store import RunFolder, explain_full_disk, read_manifest, sweep, write_file, write_json
 from rostra.track import TensorBoard
-from rostra.train.choose import check_same_data, choose_layout, full_rows
+from rostra.train.choose import check_same_data, choose_layout
+from rostra.train.feeding import (
+    make_loader,
+    prepare_data,
+    sources_seen,
+    total_steps,
+    with_lanes,
+)
 from rostra.train.finish import Evaluator, save_adapter_of, save_model
 from rostra.train.folder import claimed, finished, resumable
 from rostra.train.loop import Loop, StopSignal, every
@@ -109,12 +98,10 @@ class _Training:
         if self.device.type == "cpu":
             keep_freed_memory(_keeps_freed(config))
         check_model(config)
-        self.prepared = self._prepare()
+        self.prepared = prepare_data(config, events)
         if checkpoint is not None:
             check_same_data(checkpoint.data, self.prepared.identity, str(folder.path))
-        load = config.data.load
-        loader = self._loader(checkpoint)
-        self.loader = ReadAhead(loader, load.read_ahead, load.workers, events.notice)
+        self.loader = make_loader(config, self.prepared, checkpoint, events)
         self.steps = total_steps(config, self.loader)
         self.loader.check(self.steps)
         if checkpoint is not None:
@@ -137,66 +124,6 @@ class _Training:
             if origin is not None:
                 start_from(origin, self.engine, self.prepared.tokenizer_hash, config.optimizer.name)
         self.evaluator = Evaluator(config, self.prepared, self.engine, events)
-
-    def _prepare(self) -> Prepared:
-        """The data; written by rank 0 alone when it is not there yet."""
-
-        def prepared() -> Prepared:
-            data, pretrained = self.config.data, self.config.model.pretrained
-            return prepare(data, pretrained, self.events.notice)
-
-        found: list[Prepared] = []
-
-        def mine() -> dict[str, str]:
-            found.append(prepared())
-            return found[0].identity
-
-        on_first_rank(lambda: prepared() and None)
-        same = on_every_rank(mine)
-        if odd := [rank for rank, identity in enumerate(same) if identity != same[0]]:
-            raise RequestError(
-                f"data.sources: rank {odd[0]} reads other documents than rank 0; give all "
-                "machines the same files, or one data.cache that they share"
-            )
-        return found[0]
-
-    def _loader(self, checkpoint: Checkpoint | None) -> Loader | StreamLoader:
-        """The loader, going on as a checkpoint says."""
-        config = self.config
-        if config.data.streaming:
-            return self._streaming_loader(checkpoint)
-
-        def made(notice: Callable[[str], None]) -> Loader:
-            return training_loader(
-                self.prepared,
-                config.data,
-                config.run.seed,
-                config.train.global_batch_size,
-                full_rows(config),
-                virtual_tokens(config.adapter),
-                notice,
-            )
-
-        if world_size() > 1:  # rank 0 keeps the rows of packed samples, which the others read
-            on_first_rank(lambda: made(lambda _: None) and None)
-        loader = made(self.events.notice)
-        if checkpoint is not None:
-            loader.resume(checkpoint.position.mixture, checkpoint.position.samples)
-        return loader
-
-    def _streaming_loader(self, checkpoint: Checkpoint | None) -> StreamLoader:
-        config = self.config
-        loader = streaming_loader(
-            self.prepared,
-            config.data,
-            config.run.seed,
-            config.train.global_batch_size,
-            self.events.notice,
-        )
-        if checkpoint is not None:
-            here = checkpoint.position
-            loader.resume(here.mixture, here.lanes, here.samples)
-        return loader
 
     def _layout(self, checkpoint: Checkpoint | None) -> Layout:
         config = self.config
@@ -287,7 +214,7 @@ class _Training:
         path = save_checkpoint(
             self.folder,
             self.engine,
-            self._position(),
+            with_lanes(self.loop.position, self.loader),
             self.layout,
             self.config.model_dump(mode="json"),
             self.prepared.identity,
@@ -296,16 +223,6 @@ class _Training:
         seconds = round(self.events.clock() - began, 3)
         self.events.emit("checkpoint", step=step, path=str(path), seconds=seconds)
         return path
-
-    def _position(self) -> Position:
-        """Where the run stands, with the lanes of all ranks where sources are streamed."""
-        here, loader = self.loop.position, self.loader.loader
-        if not isinstance(loader, StreamLoader):
-            return here
-        lanes: dict[int, Any] = {}
-        for found in on_every_rank(lambda: loader.cursors(here.samples)):
-            lanes.update(found)
-        return replace(here, lanes=[lanes[number] for number in range(loader.global_batch_size)])
 
     def _finish(self) -> dict[str, Any]:
         path = self.folder.model if self.adapter is None else self.folder.adapter
@@ -346,6 +263,7 @@ class _Training:
                 memory = event["bytes"]
         seconds = [event["seconds"] for event in steps.values()]
         size = self.config.train.global_batch_size * self.loader.sample_tokens
+        sources = sources_seen(self.config, self.loop.position, self.loader)
         return {
             "steps": self.steps,
             "tokens": self.loop.position.tokens,
@@ -354,38 +272,8 @@ class _Training:
             "seconds": sum(seconds),
             "peak_memory_bytes": memory.get("total"),
             "memory_bytes": memory,
-            **self._sources(),
+            **({"sources": sources} if sources else {}),
         }
-
-    def _sources(self) -> dict[str, Any]:
-        """Of mixed sources, what of each was seen."""
-        if self.loop.position.mixture is None:
-            return {}
-        seen = self.loop.position.mixture["seen"]
-        asked = self.config.data.sources
-        found: Sequence[Source | Stream] = self.loader.loader.sources
-        return {
-            "sources": [
-                {
-                    "type": source.type,
-                    "weight": source.weight,
-                    "samples": count,
-                    "epochs": samples.epochs(count),
-                }
-                for source, samples, count in zip(asked, found, seen, strict=True)
-            ]
-        }
-
-
-def total_steps(config: Config, loader: Loader | ReadAhead) -> int:
-    """Optimizer steps of the whole run; the last one of whole epochs may go beyond them."""
-    train, size = config.train, config.train.global_batch_size
-    if train.steps is not None:
-        return train.steps
-    if train.tokens is not None:
-        return max(1, math.ceil(train.tokens / (size * loader.sample_tokens)))
-    assert train.epochs is not None
-    return loader.steps(train.epochs)
 
 
 def _keeps_freed(config: Config) -> bool:

@@ -6,32 +6,43 @@ in which order, and nothing else: all engines write the same bytes.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from rostra.config.data import DataSection
 from rostra.data.engines.local import LocalEngine
 from rostra.data.engines.process import ProcessEngine
 from rostra.data.tasks import Engine
 
-__all__ = ["make_engine"]
+__all__ = ["open_engine"]
 
 
-def make_engine(data: DataSection, bytes_to_do: int, say: Callable[[str], None]) -> Engine:
-    """The engine of `data.prepare.engine`; too little work for several processes is done here."""
+@contextlib.contextmanager
+def open_engine(data: DataSection, size: int, say: Callable[[str], None]) -> Iterator[Engine]:
+    """The engine of `data.prepare.engine`, for all stages; too little work for several processes
+    is done here.
+
+    Args:
+        size: of all input, in bytes.
+
+    Raises:
+        RequestError: when it cannot be had.
+    """
     table = data.prepare
     match table.engine:
         case "spark":
-            from rostra.data.engines.spark import SparkEngine
+            from rostra.data.engines.spark import SparkEngine, spark_session
 
-            return SparkEngine(table.spark)
+            with spark_session(table.spark) as session:
+                yield SparkEngine(session)
         case "slurm":
             from rostra.data.engines.slurm import SlurmEngine
 
-            return SlurmEngine(table.slurm, say)
+            yield SlurmEngine(table.slurm, say)
         case "local":
             workers = table.workers or len(os.sched_getaffinity(0))
-            workers = min(workers, -(-bytes_to_do // table.task_bytes))
-            if workers > 1:
-                return LocalEngine(workers)
-    return ProcessEngine()
+            workers = min(workers, -(-size // table.task_bytes))
+            yield LocalEngine(workers) if workers > 1 else ProcessEngine()
+        case "process":
+            yield ProcessEngine()

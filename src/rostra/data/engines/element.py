@@ -13,8 +13,8 @@ from typing import Any
 from rostra.config.data import DataSection
 from rostra.data.cache import digest
 from rostra.data.documents import Documents, Read
-from rostra.data.engines.afar import do_each
-from rostra.data.folders import folder_at, read_json
+from rostra.data.engines.afar import do_each, failures_left
+from rostra.data.folders import Folder, folder_at, read_json
 from rostra.data.job import list_tasks
 from rostra.data.sources import BadRecords
 from rostra.data.tasks import Do, Task
@@ -46,9 +46,14 @@ def main(place: str, stage: str, number: int) -> None:
         RostraError: when one fails, or the sources are not those that the engine saw.
     """
     work = folder_at(place)
+    with failures_left(work, f"element {number} on {socket.gethostname()}"):
+        _do(work, stage, number)
+
+
+def _do(work: Folder, stage: str, number: int) -> None:
     told = read_json(work, array_name(stage))
     if told is None:
-        raise RequestError(f"{place}: has no {array_name(stage)}; is it on this node too?")
+        raise RequestError(f"{work.place}: has no {array_name(stage)}; do all nodes share it?")
     data = DataSection.model_validate(told["data"])
     documents = Documents(data, work, told["stored"])
     do: Do = Read(documents)
@@ -57,7 +62,7 @@ def main(place: str, stage: str, number: int) -> None:
     tasks = list_tasks(data, BadRecords(data.on_bad_record, lambda _: None))
     mine = told["elements"][number]
     if any(n >= len(tasks) or _named(tasks[n]) != name for n, name in mine):
-        raise RequestError(f"{socket.gethostname()}: the sources here are not those elsewhere")
+        raise RequestError("the sources on this node are not those where this was started")
     do_each(do, (tasks[n] for n, _ in mine))
 
 

@@ -75,7 +75,7 @@ class LocalEngine:
                     worker = workers[heard]  # type: ignore[index]
                     try:
                         done = _hear(worker, tell)
-                    except (EOFError, OSError):  # it died
+                    except EOFError:  # it died
                         waiting.appendleft(_tried_again(worker, deaths))
                     else:
                         if done is None:
@@ -97,11 +97,14 @@ def _hear(worker: Worker, tell: Tell) -> Task | None:
     """The task that is done; None when there is only news of it.
 
     Raises:
-        EOFError, OSError: when the worker died.
-        RostraError: when the task failed.
+        EOFError: when the worker died.
+        RostraError, OSError: when the task failed.
     """
-    said = worker.connection.recv()
-    if isinstance(said, RostraError):
+    try:
+        said = worker.connection.recv()
+    except OSError as error:  # in the middle of saying something
+        raise EOFError from error
+    if isinstance(said, RostraError | OSError):
         raise said
     if said is not None:
         tell(*said)

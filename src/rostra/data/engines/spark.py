@@ -6,13 +6,22 @@ that they share with the driver: documents and shards never pass through Spark.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import sys
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from typing import Any
 
 from rostra.config.preparing import SparkTable
-from rostra.data.engines.afar import complete_afar, do_each, forget_failure
+from rostra.data.engines.afar import (
+    complete_afar,
+    do_each,
+    failures_left,
+    forget_failure,
+    incomplete,
+)
 from rostra.data.tasks import Do, Task, Tell
 from rostra.errors import RequestError
 
@@ -28,22 +37,20 @@ SECONDS = 0.5  # between two looks for what is complete
 class SparkEngine:
     """Does tasks on a Spark cluster."""
 
-    def __init__(self, table: SparkTable) -> None:
-        self._table = table
+    def __init__(self, session: Any) -> None:
+        self._context = session.sparkContext
 
     def run(self, tasks: Sequence[Task], do: Do, tell: Tell) -> Generator[Task, None, None]:
         if not tasks:
             return
         forget_failure(do)
-        session = self._session()
-        context = session.sparkContext
-        slices = min(len(tasks), ROUNDS * context.defaultParallelism)
-        work = context.parallelize(list(tasks), slices)
+        slices = min(len(tasks), ROUNDS * self._context.defaultParallelism)
+        work = self._context.parallelize(list(tasks), slices)
         problems: list[str] = []
 
         def collect() -> None:
             try:
-                work.foreachPartition(lambda own: do_each(do, own))
+                work.foreachPartition(lambda own: _do(do, own))
             except Exception as error:  # of Java, with both stacks in its text
                 problems.append(f"the Spark job failed: {str(error).strip()}")
 
@@ -56,34 +63,55 @@ class SparkEngine:
             return problems[0] if problems else "the Spark job has ended"
 
         try:
-            yield from complete_afar(tasks, do, tell, ended, SECONDS)
+            why = yield from complete_afar(tasks, do, tell, ended, SECONDS)
         finally:
-            context.cancelAllJobs()
+            self._context.cancelAllJobs()
             thread.join(10)
-            session.stop()
+        if why:
+            raise incomplete(why, do, tasks)
 
-    def _session(self):  # type: ignore[no-untyped-def]  # pyspark may not be there
-        try:
-            from pyspark.sql import SparkSession
-        except ImportError as error:
-            raise RequestError(
-                "data.prepare.engine: spark needs PySpark and Java 17 or later. Run: "
-                "pip install 'rostra[spark]'"
-            ) from error
-        # Workers of a local master are of this interpreter; a cluster's own settings win.
-        os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-        settings = {
-            "spark.ui.showConsoleProgress": "false",
-            **{f"spark.executorEnv.{name}": value for name, value in ONE_CORE.items()},
-            **self._table.settings,
-        }
-        builder = SparkSession.builder.appName("rostra prepare").master(self._table.master)
-        for key, value in settings.items():
-            builder = builder.config(key, value)
-        try:
-            return builder.getOrCreate()
-        except Exception as error:  # Java is missing, or the master does not answer
-            reason = str(error).strip().splitlines()[-1] if str(error).strip() else repr(error)
-            raise RequestError(
-                f"data.prepare.spark.master: no session with {self._table.master} ({reason})"
-            ) from error
+
+def _do(do: Do, tasks: Iterable[Task]) -> None:
+    """On an executor."""
+    with failures_left(do.work, f"Spark's executor on {socket.gethostname()}"):
+        do_each(do, tasks)
+
+
+@contextlib.contextmanager
+def spark_session(table: SparkTable) -> Iterator[Any]:
+    """A session on the cluster, ended afterwards; or the one that the process has already.
+
+    Raises:
+        RequestError: when there is no PySpark, no Java, or no answer.
+    """
+    try:
+        from pyspark.sql import SparkSession
+    except ImportError as error:
+        raise RequestError(
+            "data.prepare.engine: spark needs PySpark and Java 17 or later. Run: "
+            "pip install 'rostra[spark]'"
+        ) from error
+    if (session := SparkSession.getActiveSession()) is not None:
+        yield session
+        return
+    # Workers of a local master are of this interpreter; a cluster's own settings win.
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    settings = {
+        "spark.ui.showConsoleProgress": "false",
+        **{f"spark.executorEnv.{name}": value for name, value in ONE_CORE.items()},
+        **table.settings,
+    }
+    builder = SparkSession.builder.appName("rostra prepare").master(table.master)
+    for key, value in settings.items():
+        builder = builder.config(key, value)
+    try:
+        session = builder.getOrCreate()
+    except Exception as error:  # Java is missing, or the master does not answer
+        reason = str(error).strip().splitlines()[-1] if str(error).strip() else repr(error)
+        raise RequestError(
+            f"data.prepare.spark.master: no session with {table.master} ({reason})"
+        ) from error
+    try:
+        yield session
+    finally:
+        session.stop()

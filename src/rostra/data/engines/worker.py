@@ -24,7 +24,7 @@ def main(connection: Connection) -> None:
             task: Task = connection.recv()
             try:
                 do(task, lambda *done: connection.send(done))
-            except RostraError as error:
+            except (RostraError, OSError) as error:
                 connection.send(error)
             except Exception:
                 problem = f"preparing {task.reader.key} failed:\n{traceback.format_exc()}"

@@ -130,8 +130,7 @@ class TokensReader(Reader):
                 id = f"{part.label}:{number}" if row.id is None else row.id
                 if row.weights is not None:
                     raise Broken(
-                        "holds examples with weights, not documents: read it with "
-                        "`type: tokenized`"
+                        "holds examples with weights, not documents (read it as `type: tokenized`)"
                     )
                 if not len(row.tokens):
                     where = f"{part.where}, document {number}"

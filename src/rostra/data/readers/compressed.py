@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from rostra.files import File, open_range
 
-_CODECS = {".gz": "gzip", ".zst": "zstd"}
+_CODECS = {".gz": "gzip", ".tgz": "gzip", ".zst": "zstd"}
 
 
 def plain_suffix(file: File) -> str:
@@ -25,7 +25,7 @@ def is_compressed(file: File) -> bool:
 
 
 def open_plain(file: File) -> BinaryIO:
-    """The content of a file, unfolded as it is read when its name ends with .gz or .zst.
+    """The content of a file, unfolded as it is read when its name ends with .gz, .tgz or .zst.
 
     Raises (here, or while reading):
         OSError: as `open_range`; when what is compressed is broken, or ends early.

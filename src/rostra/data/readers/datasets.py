@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 
 from rostra.config.sources import DatasetSource
 from rostra.data.hub import dataset_failed, saved_dataset, the_library
-from rostra.data.records import BadRecord, read_arrow
+from rostra.data.readers.tables import documents_of
+from rostra.data.records import Numbered, read_arrow
 from rostra.data.sources import BadRecords, Document, Part, Reader, reading, refuse_empty
 from rostra.files import File
 
@@ -55,18 +56,12 @@ class DatasetReader(Reader):
             raise dataset_failed(source.path, self.key, error) from error
 
     def documents(self, part: Part, bad: BadRecords) -> Iterator[Document]:
-        number = 0
         with reading(part, bad):
-            for number, values in self._rows(part):
-                where = f"{part.where}, {part.name}, row {number}"
-                if isinstance(values, BadRecord):
-                    values.reject(where, bad)
-                elif found := self.document(values, f"{part.name}:{number}", where, bad):
-                    yield found
-            if not number:
+            where = f"{part.where}, {part.name}"
+            if not (yield from documents_of(self, self._rows(part), part.name, where, bad)):
                 refuse_empty(part.where, bad)
 
-    def _rows(self, part: Part) -> Iterator[tuple[int, dict[str, Any] | BadRecord]]:
+    def _rows(self, part: Part) -> Numbered:
         if part.stop is None:
             yield from read_arrow(part.file)
             return

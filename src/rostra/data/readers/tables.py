@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rostra.config.sources import CsvSource, ParquetSource
-from rostra.data.records import BadRecord, read_csv, rows_of
+from rostra.data.records import BadRecord, Numbered, read_csv, rows_of
 from rostra.data.sources import (
     BadRecords,
     Document,
@@ -24,6 +24,21 @@ from rostra.files import open_range
 
 RANGE_BYTES = 32 << 20  # of the file
 READ_BYTES = 4 << 20  # of a column, at once
+
+
+def documents_of(
+    reader: Reader, rows: Numbered, name: str, where: str, bad: BadRecords
+) -> Generator[Document, None, bool]:
+    """The documents of numbered rows of the part `name`; gives back whether there was a row."""
+    filled = False
+    for number, values in rows:
+        filled = True
+        here = f"{where}, row {number}"
+        if isinstance(values, BadRecord):
+            values.reject(here, bad)
+        elif found := reader.document(values, f"{name}:{number}", here, bad):
+            yield found
+    return filled
 
 
 @dataclass(frozen=True)
@@ -72,16 +87,12 @@ class ParquetReader(Reader):
             groups = range(table.metadata.num_row_groups)
             number = sum(table.metadata.row_group(g).num_rows for g in groups[: part.start])
             chosen = list(groups[part.start : part.stop])
-            if not sum(table.metadata.row_group(g).num_rows for g in chosen):
+            if part.stop is None and not table.metadata.num_rows:
                 refuse_empty(part.where, bad)
                 return
-            for batch in table.iter_batches(256, row_groups=chosen, columns=columns):
-                for values in rows_of(batch):
-                    number += 1
-                    where = f"{part.where}, row {number}"
-                    found = self._document(values, f"{name}:{number}", where, bad)
-                    if found is not None:
-                        yield found
+            batches = table.iter_batches(256, row_groups=chosen, columns=columns)
+            rows = (values for batch in batches for values in rows_of(batch))
+            yield from documents_of(self, enumerate(rows, number + 1), name, part.where, bad)
 
     def _columns(self, table: Any, part: Part, bad: BadRecords) -> list[str] | None:
         """The columns to read; None when the file lacks one, and was rejected."""
@@ -94,14 +105,6 @@ class ParquetReader(Reader):
                 bad.reject("no text", part.where, problem, f"Correct {self.key}.field")
                 return None
         return list(dict.fromkeys(wanted))
-
-    def _document(
-        self, values: dict[str, Any] | BadRecord, id: str, where: str, bad: BadRecords
-    ) -> Document | None:
-        if isinstance(values, BadRecord):
-            values.reject(where, bad)
-            return None
-        return self.document(values, id, where, bad)
 
 
 @dataclass(frozen=True)
@@ -117,14 +120,7 @@ class CsvReader(Reader):
         return find_parts(self.source.path, suffixes, self.key, bad)
 
     def documents(self, part: Part, bad: BadRecords) -> Iterator[Document]:
-        filled = False
         with reading(part, bad):
-            for number, values in read_csv(part.file, self.source.delimiter):
-                filled = True
-                where = f"{part.where}, row {number}"
-                if isinstance(values, BadRecord):
-                    values.reject(where, bad)
-                elif found := self.document(values, f"{part.name}:{number}", where, bad):
-                    yield found
-            if not filled:
+            rows = read_csv(part.file, self.source.delimiter)
+            if not (yield from documents_of(self, rows, part.name, part.where, bad)):
                 refuse_empty(part.where, bad)

@@ -54,7 +54,7 @@ class TfrecordReader(Reader):
                 where = f"{part.where}, record {number}"
                 try:
                     values = example(data)
-                except (BrokenRecord, UnicodeDecodeError) as error:
+                except (BrokenRecord, UnicodeDecodeError, struct.error) as error:
                     bad.reject("no Example", where, f"is no tf.train.Example ({error})", "Mend it")
                     continue
                 found = self.document(values, f"{part.name}:{number}", where, bad)
