@@ -216,6 +216,23 @@ def test_a_server_without_ranges_sends_a_file_once(
     assert asked == ["GET"]
 
 
+class Beside(Ranges):
+    """Sends the range that begins a byte further than the one it is asked for, and says so."""
+
+    def end_headers(self) -> None:
+        if asked := re.match(r"bytes=(\d+)", self.headers.get("Range", "")):
+            self.send_header("Content-Range", f"bytes {int(asked[1]) + 1}-{len(CONTENT)}/*")
+        super().end_headers()
+
+
+def test_another_range_than_was_asked_for_is_not_used(hasty: None, tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(CONTENT)
+    with web(tmp_path, Beside) as url:
+        file = file_at(url + "f")
+        with pytest.raises(RequestError, match=r"f: does not answer .*sent bytes 6-3000000"):
+            open_range(file, 5).read(10)
+
+
 class Waiting(Quiet):
     """Sends the first half of a file, and the rest never."""
 

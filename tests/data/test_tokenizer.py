@@ -25,10 +25,17 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return train_tokenizer(iter(TEXTS), 500)
 
 
+@pytest.fixture(scope="module")
+def encoder(tokenizer: PreTrainedTokenizerFast) -> Encoder:
+    return Encoder(tokenizer)
+
+
 @settings(max_examples=300, deadline=None)
 @given(text=st.text() | st.text(alphabet=" \n\t\r'sa1_(é<|endoftext>") | st.just(END_OF_TEXT))
-def test_every_text_comes_back(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
-    ids = Encoder(tokenizer).encode([text])[0]
+def test_every_text_comes_back(
+    tokenizer: PreTrainedTokenizerFast, encoder: Encoder, text: str
+) -> None:
+    ids = encoder.encode([text])[0]
     assert (ids[0], ids[-1]) == (tokenizer.bos_token_id, tokenizer.eos_token_id)
     assert tokenizer.eos_token_id not in ids[1:-1]  # text never turns into a special token
     assert tokenizer.decode(ids[1:-1]) == text
@@ -36,10 +43,9 @@ def test_every_text_comes_back(tokenizer: PreTrainedTokenizerFast, text: str) ->
 
 @settings(max_examples=200, deadline=None)
 @given(text=st.text(alphabet=" \nabcé'1.", max_size=300), size=st.integers(1, 40))
-def test_pieces_change_nothing(tokenizer: PreTrainedTokenizerFast, text: str, size: int) -> None:
+def test_pieces_change_nothing(encoder: Encoder, text: str, size: int) -> None:
     parts = list(pieces(text, size))
     assert "".join(parts) == text
-    encoder = Encoder(tokenizer)
     whole = encoder.encode([text])[0]
     joined = [ids[1:-1] for ids in encoder.encode(parts)]
     assert np.concatenate([whole[:1], *joined, whole[-1:]]).tolist() == whole.tolist()

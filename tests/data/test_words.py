@@ -70,11 +70,14 @@ parts = st.one_of(
 texts = st.lists(parts, max_size=8).map("".join)
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.fixture(scope="module", params=KNOWN)
+def encoder(request: pytest.FixtureRequest) -> Encoder:
+    return Encoder(KNOWN[request.param])
+
+
 @given(some=st.lists(texts, max_size=4))
 @settings(max_examples=60)
-def test_tokens_are_the_librarys(name: str, some: list[str]) -> None:
-    encoder = Encoder(KNOWN[name])
+def test_tokens_are_the_librarys(encoder: Encoder, some: list[str]) -> None:
     assert encoder._words is not None
     expected = encoder._backend.encode_batch(some, add_special_tokens=False)
     found = encoder.encode(some)

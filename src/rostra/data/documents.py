@@ -24,6 +24,7 @@ from rostra.data.folders import Folder
 from rostra.data.items import Item, batches, read_items
 from rostra.data.sources import BadRecords
 from rostra.data.tasks import Task, Tell, write_record
+from rostra.errors import RequestError
 
 STORED = pa.schema(
     [
@@ -124,6 +125,8 @@ class Documents:
 
     def _stored(self, task: Task) -> Iterator[Item]:
         marks = self.work.read(dropped_name(task.number))
+        if marks is None and self.data.duplicates.find != "none":
+            raise RequestError(f"{self.work.place}: was changed by something else; start again")
         dropped = np.unpackbits(np.frombuffer(marks or b"", np.uint8))
         first = 0
         with self.work.fetch(stored_name(task.number)) as path, pa.memory_map(str(path)) as file:

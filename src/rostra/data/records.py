@@ -190,7 +190,8 @@ def read_csv(file: File, delimiter: str = ",") -> Numbered:
             except StopIteration:
                 return
             except csv.Error as error:
-                yield number, BadRecord("not CSV", f"not CSV ({error})", "Correct the row")
+                problem = f"not CSV ({error}); what follows in the file is left out"
+                yield number, BadRecord("not CSV", problem, "Correct the row")
                 return
             if None in values or None in values.values():
                 many = "more" if None in values else "fewer"

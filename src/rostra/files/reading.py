@@ -200,6 +200,10 @@ def _http(file: File, start: int, stop: int) -> _Stream:
     if (version := version_of(answer.headers)) != file.version:
         body.close()
         raise Changed(f"it was version {file.version}, and is {version or 'unknown'}")
+    sent = answer.headers.get("Content-Range")
+    if not whole and sent and not sent.startswith(f"bytes {start}-"):
+        body.close()
+        raise OSError(f"asked for bytes from {start} on, it sent {sent}")
     passed = start if whole else 0
     while passed and (data := body.read(min(passed, STREAM_BUFFER))):
         passed -= len(data)
