@@ -1,8 +1,8 @@
 """Preparation beside others, on one core each, in one run: MB/s and peak memory.
 
-python benchmarks/preparing.py [--megabytes 200] [--repeats 3] [--memory]
+    python benchmarks/preparing.py TEXT [--megabytes 200] [--repeats 3] [--memory]
 
-The corpus repeats a text file in documents of about 3 KB, each with a first word of its own. All
+The corpus repeats TEXT, a file, in documents of about 3 KB, each with a first word of its own. All
 use one tokenizer (byte-level BPE, trained on the same text). Rostra reads JSON lines, cleans
 nothing, and writes shards; `raw` is the tokenizers library alone (encode_batch_fast of texts that
 are in memory); `datasets` is datasets.map in batches; `datatrove` its tokenization pipeline. All in
@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, default=200)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--memory", action="store_true", help="1x, 4x and 16x of a corpus instead")
-    parser.add_argument("--text", type=Path, default=Path("../shared/data/tinyshakespeare.txt"))
+    parser.add_argument("text", type=Path, nargs="?", help="a text file to repeat")
     parser.add_argument("--way", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.way:
