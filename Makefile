@@ -30,7 +30,7 @@ quickstart: .venv/installed
 test: .venv/installed-test
 	$(BIN)/python -m pytest
 
-soak: .venv/installed-test
+soak: .venv/installed-test .venv/installed-bench
 	$(BIN)/python -m pytest -m soak
 
 lint: .venv/installed-lint .venv/installed-test

@@ -8,6 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from rostra.config.cleaning import CleanTable
 from rostra.data.clean import Cleaner, Rejection
 from support import need
@@ -60,6 +62,7 @@ def explained(name: str, place: str, text: str, verdict: str | bool, found: str 
     return "near" if NEAR.get((name, place)) == verdict else ""
 
 
+@pytest.mark.soak
 def test_decisions_are_those_of_datatrove(shared_data: Path) -> None:
     need(find_spec("datatrove") and find_spec("spacy"), "datatrove with spacy")
     from datatrove.data import Document
