@@ -66,14 +66,8 @@ class DatasetReader(Reader):
             yield from read_arrow(part.file)
             return
         _, stream = self._streamed()
-        rows = iter(stream.shard(num_shards=stream.num_shards, index=part.start))
-        number = 0
-        while True:
-            number += 1
-            try:
-                values = next(rows)
-            except StopIteration:
-                return
-            except Exception as error:
-                raise dataset_failed(self.source.path, self.key, error) from error
-            yield number, values
+        rows = stream.shard(num_shards=stream.num_shards, index=part.start)
+        try:
+            yield from enumerate(rows, 1)
+        except Exception as error:
+            raise dataset_failed(self.source.path, self.key, error) from error
