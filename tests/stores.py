@@ -121,11 +121,17 @@ class Ranges(Quiet):
         self.wfile.write(content)
 
 
+class _WebServer(http.server.ThreadingHTTPServer):
+    request_queue_size = (
+        256  # of connections not yet taken up; five, else, and the rest try again late
+    )
+
+
 @contextlib.contextmanager
 def web(folder: Path, handler: type[Quiet] = Quiet) -> Iterator[str]:
     """A folder over HTTP; gives the URL of its index."""
     made = functools.partial(handler, directory=str(folder))
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), made)
+    server = _WebServer(("127.0.0.1", 0), made)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_port}/"

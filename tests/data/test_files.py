@@ -259,7 +259,7 @@ def test_many_files_of_a_web_server_are_open_at_once(
         file = file_at(url + "f")
         files = [open_range(file) for _ in range(120)]
         found = [readers.submit(one.read, 10) for one in files]
-        wait(found, 10)
+        wait(found, 60)
         there = len(Waiting.there)
         for one in files:  # which lets go those that wait, if any do
             one.close()
