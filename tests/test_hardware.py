@@ -14,7 +14,6 @@ import torch
 
 from rostra.hardware import (
     NEEDS,
-    _memory_limit,
     best_device,
     can_compile,
     cpp_compiler,
@@ -26,6 +25,7 @@ from rostra.hardware import (
     supports,
     usable_cores,
 )
+from rostra.hardware.probe import _memory_limit
 
 CPU = torch.device("cpu")
 

@@ -18,7 +18,7 @@ ROWS = [
     ["parallel", "data", "adapt"],
     ["build", "checkpoint"],
     ["dry_run", "generate"],
-    ["evaluate"],
+    ["evaluate", "plan"],
     ["train", "export"],
     ["verify"],
     ["api"],

@@ -1,0 +1,48 @@
+"""The sizes of a model are those of its modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from rostra.models.weights import model_on_meta
+from rostra.plan.job import sizes_of
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": 2},
+    "qwen3": {"num_key_value_heads": 2, "head_dim": 24, "tie_word_embeddings": True},
+    "qwen2": {"num_key_value_heads": 2},
+    "mistral": {"num_key_value_heads": 2},
+    "gemma3_text": {"num_key_value_heads": 1, "head_dim": 32, "sliding_window": 16},
+    "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4},
+    "phi3": {"pad_token_id": 0},
+}
+COMMON = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 160,
+}
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_all_parameters_are_found(family: str) -> None:
+    common = {} if family == "gpt2" else COMMON
+    shape = AutoConfig.for_model(family, vocab_size=500, **common, **SHAPES[family])
+    sizes, model = sizes_of(shape), model_on_meta(shape)
+    assert sizes.parameters == sum(p.numel() for p in model.parameters())
+    assert sizes.depth == 3
+    assert (sizes.hidden, sizes.heads, sizes.vocabulary) == (64, 4, 500)
+    linears = [linear for layer, _ in sizes.layers for linear in layer.linears]
+    assert all(x.cut != "whole" for x in linears) == sizes.splits
+
+
+def test_windows_are_those_of_their_layers() -> None:
+    shape = AutoConfig.for_model(
+        "gemma3_text", vocab_size=500, head_dim=16, sliding_window=16, num_key_value_heads=1,
+        **{**COMMON, "num_hidden_layers": 12},
+    )  # fmt: skip
+    counts = {layer.window: count for layer, count in sizes_of(shape).layers}
+    assert counts == {16: 10, None: 2}
