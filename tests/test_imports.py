@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROWS = [
-    ["errors", "layout"],
+    ["errors", "layout", "lazy"],
     ["config", "events", "files", "store", "memory", "batch", "pieces"],
     ["hardware", "models", "optim", "track", "report", "workers"],
     ["parallel", "data", "adapt"],

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rostra.lazy import on_first_use
 
 if TYPE_CHECKING:
     from rostra.api import Run
@@ -20,11 +22,4 @@ _HOME = {
     "Sampling": "rostra.generate",
 }
 
-
-def __getattr__(name: str) -> Any:
-    """Import on first use: `rostra --help` must not wait for PyTorch."""
-    if name not in _HOME:
-        raise AttributeError(f"module 'rostra' has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(_HOME[name]), name)
+__getattr__ = on_first_use(__name__, _HOME)

@@ -6,10 +6,11 @@ Readers yield documents, `prepare` tokenizes them into shards that are cached by
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 # At once: its module has its name, and importing that later would put it in its place.
 from rostra.data.prepare import prepare
+from rostra.lazy import on_first_use
 
 if TYPE_CHECKING:
     from rostra.data.epochs import Source
@@ -84,11 +85,4 @@ _HOME = {
     "training_samples": "rostra.data.loader",
 }
 
-
-def __getattr__(name: str) -> Any:
-    """Import on first use: processes that prepare, or make batches, start with what they need."""
-    if name not in _HOME:
-        raise AttributeError(f"module 'rostra.data' has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(_HOME[name]), name)
+__getattr__ = on_first_use(__name__, _HOME)
