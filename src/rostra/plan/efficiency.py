@@ -1,0 +1,112 @@
+"""What share of a device's peaks its kernels reach, and the habits of a trainer that decide time.
+
+Typical shares by kind of device are data, in `efficiency.yaml`, each with its source; those of
+one machine are measured by `rostra calibrate`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib.resources import files
+from typing import Any, Literal, Self
+
+from ruamel.yaml import YAML
+
+from rostra.hardware.cluster import Curve, Device
+
+ALWAYS = Curve(((0.0, 1.0),))
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Shares of the peaks of a `Device` and its links, as curves over log2 of a size."""
+
+    products: dict[str, Curve] = field(hash=False)  # by precision, over a product's operations
+    attention: Curve  # of the peak of its precision, over positions; heads of 128 numbers
+    head_size: Curve = ALWAYS  # of `attention`, over numbers of a head
+    bandwidth: Curve = ALWAYS  # of the memory's, over the bytes that an operation moves
+    optimizer: float = 1.0  # of the memory's bandwidth, by the optimizer's step
+    launch: float = 0.0  # seconds in which the host starts one operation
+    ahead: bool = True  # the host starts operations while the device still computes others
+    link: float = 1.0  # of the bandwidth of links in a node, by collectives
+    network: float = 1.0  # of the bandwidth between nodes
+    host: float = 1.0  # of the bandwidth between a device and its host
+    contention: float = 0.0  # of collectives that overlap, what computing loses to them
+
+    def product(self, precision: str) -> Curve:
+        """Of products of matrices in `precision`; of bf16 where it has no curve of its own."""
+        return self.products.get(precision) or self.products["bf16"]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            name: _plain(value)
+            for name in self.__dataclass_fields__
+            if (value := getattr(self, name)) is not None
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """From what `to_dict` gave, or a table of `efficiency.yaml`: curves are tables of share
+        by log2 of the size, or one number for all sizes."""
+        curves = ("attention", "head_size", "bandwidth")
+        read = {name: _curve(values[name]) for name in curves if name in values}
+        products = {str(kind): _curve(points) for kind, points in values["products"].items()}
+        return cls(**{**values, **read, "products": products})
+
+
+def _curve(points: Any) -> Curve:
+    if isinstance(points, int | float):
+        return Curve(((0.0, float(points)),))
+    return Curve(tuple(sorted((float(size), float(share)) for size, share in points.items())))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(inner) for name, inner in value.items()}
+    return {str(x): y for x, y in value.points} if isinstance(value, Curve) else value
+
+
+def typical(device: Device) -> Efficiency:
+    """What is usual for a device of this kind; see `architecture`."""
+    table = _tables()[architecture(device)]
+    found = Efficiency.from_dict({k: v for k, v in table.items() if k not in ("source", "devices")})
+    sustained = table.get("devices", {}).get(device.name)
+    if sustained is None:
+        return found
+    products = {
+        kind: Curve(tuple((size, min(share, sustained)) for size, share in curve.points))
+        for kind, curve in found.products.items()
+    }
+    return replace(found, products=products)
+
+
+def architecture(device: Device) -> str:
+    """The kind of a device as `efficiency.yaml` names it: by CUDA's compute capability, or the
+    maker's name; unknown GPUs are taken for the nearest NVIDIA kind."""
+    if device.kind == "cpu":
+        return "cpu"
+    if device.compute_capability is None:
+        return "cdna"
+    major, minor = device.compute_capability
+    known = {7: "turing" if minor else "volta", 8: "ada" if minor == 9 else "ampere", 9: "hopper"}
+    return known.get(major, "volta" if major < 7 else "blackwell")
+
+
+@cache
+def _tables() -> dict[str, dict[str, Any]]:
+    text = (files("rostra.plan") / "efficiency.yaml").read_text(encoding="utf-8")
+    read: dict[str, dict[str, Any]] = YAML(typ="safe").load(text)
+    return read
+
+
+@dataclass(frozen=True)
+class Conventions:
+    """Habits of a trainer that a layout does not say. The defaults are Rostra's."""
+
+    fused: bool = False  # pointwise work in hand-written kernels, as compiled code has it
+    attention: Literal["flash", "flash1", "materialised"] = "flash"
+    chunked_loss: bool = True  # logits are made a part at a time, gradients with them
+    prefetch: bool = True  # the next layer's parameters are gathered while one computes
+    async_tensor: bool = False  # tensor-parallel collectives hide behind their products
+    reduction_bytes: int | None = None  # of a gradient on the wire; None: the layout's
