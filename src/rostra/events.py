@@ -18,6 +18,8 @@ from typing import Any, TextIO
 # The kinds of events, and the fields each carries at the least.
 KINDS: dict[str, tuple[str, ...]] = {
     "started": ("name", "layout", "parameters", "trainable_parameters", "steps", "step"),
+    "plan": ("memory_bytes", "step_seconds", "tokens_per_second"),
+    "plan_checked": ("step", "planned", "measured"),
     "step": ("step", "loss", "tokens", "learning_rate", "gradient_norm", "seconds", "accepted"),
     "memory": ("step", "bytes"),
     "evaluation": ("step", "loss", "perplexity", "bits_per_byte", "seconds"),

@@ -47,6 +47,8 @@ class History:
     checkpoints: dict[int, dict[str, Any]] = field(default_factory=dict)
     notices: list[tuple[float, str]] = field(default_factory=list)
     memory: dict[str, int] = field(default_factory=dict)
+    planned: dict[str, Any] = field(default_factory=dict)  # what was expected of a step
+    measured: dict[str, Any] = field(default_factory=dict)  # the same, as it came
     summary: dict[str, Any] = field(default_factory=dict)
     end: str = "not finished"
     processes: int = 0
@@ -79,6 +81,11 @@ class History:
                 self.started = event.fields
             case "memory":
                 self.memory = event["bytes"]
+            case "plan":
+                live = event.fields.get("live_memory_bytes")
+                self.planned, self.measured = {**event.fields, "memory_bytes": live}, {}
+            case "plan_checked":
+                self.planned, self.measured = event["planned"], event["measured"]
             case "notice":
                 self.notices.append((event.time, event["message"]))
             case "finished":
@@ -244,6 +251,7 @@ def page(history: History, config: str | None) -> str:
         summary=history.summary,
         headline=_headline(history),
         memory=history.memory or history.summary.get("memory_bytes") or {},
+        planned=_planned(history),
         curves=_curves(history),
         layout=history.started.get("layout") or history.summary.get("layout") or {},
         config=config,
@@ -298,6 +306,21 @@ def _headline(history: History) -> list[tuple[str, str, list[str]]]:
         ("Loss, training", losses[-1][1] if losses else None, ["nats per token, last step"]),
     )
     return [(name, _number(value), notes) for name, value, notes in rows if value is not None]
+
+
+def _planned(history: History) -> list[tuple[str, str, str, str]]:
+    """What the plan expected of a step beside what was measured: name, both, their difference."""
+    rows = []
+    for key, name, form in (
+        ("memory_bytes", "Memory", _bytes),
+        ("step_seconds", "Seconds", lambda x: _number(x, ".3g")),
+        ("tokens_per_second", "Tokens per second", lambda x: _number(x, ",.0f")),
+    ):
+        planned, measured = history.planned.get(key), history.measured.get(key)
+        if planned:
+            known = "–" if measured is None else f"{measured / planned - 1:+.1%}"
+            rows.append((name, form(planned), form(measured), known))
+    return rows
 
 
 def _bytes(value: float | None) -> str:

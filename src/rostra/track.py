@@ -41,6 +41,8 @@ class Progress:
         self._task = TaskID(0)
         self._shown: dict[str, Callable[[Event], None]] = {
             "started": self._started,
+            "plan": self._plan,
+            "plan_checked": lambda _: None,  # a notice tells where it was wrong
             "step": self._step,
             "memory": self._remember,
             "evaluation": self._evaluation,
@@ -79,6 +81,13 @@ class Progress:
                 "", total=self._steps, completed=event["step"], status="first step ..."
             )
             self._bar.start()
+
+    def _plan(self, event: Event) -> None:
+        memory = event.fields.get("live_memory_bytes") or event["memory_bytes"]["total"]
+        self._say(
+            f"planned: {decimal(memory)} of tensors, {event['step_seconds']:.3g} s a step, "
+            f"{event['tokens_per_second']:,.0f} tokens/s"
+        )
 
     def _step(self, event: Event) -> None:
         step: int = event["step"]
