@@ -239,12 +239,21 @@ class Radosgw:
         self._run("ceph", "osd", "new", osd)
         self._run("ceph-osd", "-i", "0", "--mkfs", "--osd-uuid", osd)
         self._start("ceph-osd", "-i", "0")
-        while b"1 up" not in self._run("ceph", "osd", "stat"):
-            time.sleep(0.5)
+        self._wait_for_osd()
         keys = ("--access-key", self.key, "--secret", self.secret)
         who = ("--uid", "rostra", "--display-name", "rostra")
         self._run("radosgw-admin", "user", "create", *who, *keys)
         self._open()
+
+    def _wait_for_osd(self) -> None:
+        end = time.monotonic() + 120
+        while True:
+            with contextlib.suppress(subprocess.SubprocessError):  # a monitor that is busy yet
+                if b"1 up" in self._run("ceph", "osd", "stat"):
+                    return
+            if time.monotonic() > end:
+                raise TimeoutError((self._folder / "ceph-osd.out").read_text())
+            time.sleep(0.5)
 
     def _open(self) -> None:
         frontend = f"beast endpoint=127.0.0.1:{self.port}"
