@@ -14,6 +14,7 @@ from rostra.models.causal import (
     takes_positions,
 )
 from rostra.models.families import FAMILIES, PRESETS, scratch_config
+from rostra.models.shapes import find_shape, nearest_shapes, shape_names
 from rostra.models.tiny import shrunk, tiny_config
 from rostra.models.weights import (
     FolderWeights,
@@ -34,16 +35,19 @@ __all__ = [
     "create_model",
     "decoder_layers",
     "evaluating",
+    "find_shape",
     "has_dropout",
     "head_splits",
     "load_model",
     "local_folder",
     "model_on_meta",
+    "nearest_shapes",
     "output_head",
     "parameter_counts",
     "pretrained_on_meta",
     "pretrained_reader",
     "scratch_config",
+    "shape_names",
     "shrunk",
     "special_tokens",
     "split_head",

@@ -1,0 +1,117 @@
+"""Shapes of well-known models without the network: a table as data, or any config.json."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+from transformers import AutoConfig, PretrainedConfig
+
+from rostra.errors import RequestError
+
+# What variants of one shape have in their names, at the beginning or at the end.
+_VARIANTS = re.compile(r"^meta-|-(hf|instruct|chat|base|it|pt|bnb|4bit|unsloth)(?=-|$)")
+# What families call the number of positions.
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
+
+
+def find_shape(name: str, length: int | None = None) -> PretrainedConfig:
+    """The config of a model that `name` says: a folder with a config.json or such a file, a
+    model of the table (shapes.yaml) by its id on the hub, or one in the hub's cache here.
+
+    For samples of `length`, the model has so many positions at the least; where the table leaves
+    their number open, as many. Nothing is downloaded, and no code of a model is run.
+    Raises RequestError when there is no such model, with the nearest names.
+    """
+    shape = _from_disk(Path(name)) or _from_table(name, length) or _from_cache(name)
+    if shape is None:
+        near = nearest_shapes(name)
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        raise RequestError(
+            f"model = {name!r}: unknown shape; {hint}"
+            "Give a folder or config.json of the model, or one of those in docs/hardware.md"
+        )
+    text = shape.get_text_config()
+    for key in _POSITIONS:
+        if length is not None and (getattr(text, key, None) or length) < length:
+            setattr(text, key, length)
+    return shape
+
+
+def shape_names() -> list[str]:
+    """All models of the table, by their ids on the hub."""
+    return [name for name, _, _ in _table()]
+
+
+def nearest_shapes(name: str) -> list[str]:
+    """The names of the table that are most like `name`, the nearest first."""
+    known = _keys()
+    close = difflib.get_close_matches(_key(name), known, n=8, cutoff=0.5)
+    return list(dict.fromkeys(known[key][0] for key in close))[:4]
+
+
+@functools.cache
+def _table() -> tuple[tuple[str, str, dict[str, Any]], ...]:
+    """Id, model type and values of each."""
+    text = (files("rostra.models") / "shapes.yaml").read_text(encoding="utf-8")
+    families = YAML(typ="safe", pure=True).load(text)
+    return tuple(
+        (name, family, values)
+        for family, models in families.items()
+        for name, values in models.items()
+    )
+
+
+@functools.cache
+def _keys() -> dict[str, tuple[str, str, dict[str, Any]]]:
+    """Entries by the keys of their names; an earlier entry keeps a key that two have."""
+    found: dict[str, tuple[str, str, dict[str, Any]]] = {}
+    for entry in _table():
+        for name in (entry[0], *entry[2].get("also", ())):
+            for written in (name, name.rpartition("/")[2]):
+                found.setdefault(_key(written), entry)
+    return found
+
+
+def _key(name: str) -> str:
+    """A name without case, variants and punctuation; with its owner if it has one."""
+    owner, slash, model = name.lower().rpartition("/")
+    plain = _VARIANTS.sub("", re.sub(r"[\s_]", "-", model))
+    return owner + slash + re.sub(r"[^a-z0-9.]|\.(?!\d)", "", plain)  # 1.3b is not 13b
+
+
+def _from_table(name: str, length: int | None) -> PretrainedConfig | None:
+    known = _keys()
+    entry = known.get(_key(name)) or known.get(_key(name.rpartition("/")[2]))
+    if entry is None:
+        return None
+    _, family, values = entry
+    values = {key: value for key, value in values.items() if key != "also"}
+    if family == "gpt2" and length is not None:
+        values.setdefault("n_positions", length)
+    return AutoConfig.for_model(family, **values)
+
+
+def _from_disk(path: Path) -> PretrainedConfig | None:
+    if path == Path() or not path.exists():
+        return None
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        return AutoConfig.from_pretrained(file, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise RequestError(
+            f"{path}: no model's config: {first} (give a folder that holds config.json, or it)"
+        ) from error
+
+
+def _from_cache(name: str) -> PretrainedConfig | None:
+    try:
+        return AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError):
+        return None
