@@ -3,10 +3,15 @@ clusters as values, of which a catalogue knows the common ones."""
 
 from __future__ import annotations
 
-from rostra.hardware.catalogue import catalogue, read_cluster, this_cluster
+from rostra.hardware.catalogue import catalogue, read_cluster
 from rostra.hardware.cluster import PRECISIONS, Cluster, Curve, Device, Link, Node
 from rostra.hardware.doctor import NEEDS, doctor, doctor_report, show_doctor
-from rostra.hardware.machine import calibration_path, load_calibration, save_calibration
+from rostra.hardware.machine import (
+    calibration_path,
+    load_calibration,
+    save_calibration,
+    this_cluster,
+)
 from rostra.hardware.probe import (
     Gpu,
     Hardware,

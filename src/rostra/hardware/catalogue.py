@@ -1,12 +1,12 @@
-"""Any machine from its name: a catalogue of devices and nodes as data, files of one's own in the
-same form, and the machine that this runs on."""
+"""Any machine from its name: a catalogue of devices and nodes as data, and files of one's own in
+the same form."""
 
 from __future__ import annotations
 
 import difflib
 import functools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,8 +18,6 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from rostra.config.base import Count, Section
 from rostra.errors import RequestError
 from rostra.hardware.cluster import Cluster, Device, Link, Node, Precision
-from rostra.hardware.machine import load_calibration, this_entry
-from rostra.hardware.probe import probe
 from rostra.hardware.quantity import quantity
 
 _POSITIVE = Field(gt=0)
@@ -148,7 +146,7 @@ def read_cluster(text: str, price: float | None = None) -> Cluster:
     if price is not None and not price >= 0:
         raise RequestError(f"price = {price}: should be zero or more, for one device and hour")
     if Path(text).suffix.lower() in (".yaml", ".yml"):
-        return _cluster(_own(Path(text)), price)
+        return cluster_of(_own(Path(text)), price)
     found = _SPEC.fullmatch(text)
     name = None if found is None else catalogue().find("devices", found[3])
     if found is None or name is None:
@@ -158,7 +156,7 @@ def read_cluster(text: str, price: float | None = None) -> Cluster:
     if 0 in counts:
         raise RequestError(f"hardware = {text!r}: there must be one device at the least")
     nodes, devices = _divided(counts, usual.devices, name, text)
-    return _cluster(_part(usual, devices, nodes), price)
+    return cluster_of(_part(usual, devices, nodes), price)
 
 
 def _unknown(text: str, name: str) -> str:
@@ -198,7 +196,8 @@ def _part(entry: Entry, devices: int, nodes: int) -> Entry:
     return entry.model_copy(update={**host, "devices": devices, "nodes": nodes})
 
 
-def _cluster(entry: Entry, price: float | None, calibrated: bool = False) -> Cluster:
+def cluster_of(entry: Entry, price: float | None = None, calibrated: bool = False) -> Cluster:
+    """An entry as a value; `price` of one device for an hour, where it is not the entry's."""
     device = Device(
         name=entry.name,
         kind=entry.kind,
@@ -281,47 +280,3 @@ def _told(path: Path, lines: dict[str, int], error: ValidationError) -> Iterable
 def _nearest(key: str, known: list[str]) -> str:
     near = difflib.get_close_matches(key, known, n=1)
     return f"did you mean `{near[0]}`?" if near else f"known here: {', '.join(known)}"
-
-
-def this_cluster(
-    ranks: int | None = None,
-    price: float | None = None,
-    notice: Callable[[str], None] | None = None,
-) -> Cluster:
-    """The machine that this runs on: all its GPUs, or its processors as one device.
-
-    With `ranks`, so many of the GPUs, or the processors' cores and memory shared by so many
-    devices. Figures are those that `rostra calibrate` has measured here, else the catalogue's
-    for the GPU, else estimates from what the device says of itself; `notice` is told why a
-    calibration is not used. There is no price but one that is given.
-    """
-    hardware = probe()
-    entry = this_entry(hardware)
-    if (known := catalogue().find("devices", entry["name"])) is not None:
-        entry = catalogue().device(known) | {k: entry[k] for k in ("memory", "host_memory")}
-    calibration = load_calibration(hardware, notice)
-    measured = {} if calibration is None else calibration.get("cluster", {})
-    whole = {"node": "PCIe 4 server"} | entry | {"devices": max(1, len(hardware.gpus))}
-    whole |= {"nvme": hardware.free_disk_bytes, "price_per_hour": None} | measured
-    return _cluster(
-        _shared(Entry.model_validate(catalogue().complete(whole)), ranks),
-        price,
-        calibrated=bool(measured),
-    )
-
-
-def _shared(entry: Entry, ranks: int | None) -> Entry:
-    if ranks is None:
-        return entry
-    if entry.kind == "gpu":
-        if ranks > entry.devices:
-            raise RequestError(f"{ranks} ranks: this machine has {entry.devices} {entry.name}")
-        return entry.model_copy(update={"devices": ranks})
-    shared = {
-        "memory": entry.memory / ranks,
-        "bandwidth": entry.bandwidth / ranks,
-        "watts": entry.watts / ranks,
-        "flops": {precision: peak / ranks for precision, peak in entry.flops.items()},
-        "devices": ranks,
-    }
-    return entry.model_copy(update=shared)
