@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 
 _PREFIXES = {
-    "": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15,
-    "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40,
-    "m": 1e-3, "u": 1e-6, "µ": 1e-6, "n": 1e-9,
+    "": "1", "k": "1e3", "K": "1e3", "M": "1e6", "G": "1e9", "T": "1e12", "P": "1e15",
+    "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "m": "1e-3", "u": "1e-6", "n": "1e-9",
 }  # fmt: skip
-# Other ways to write a unit, and how many of the unit they are.
+# Other ways to write a unit, and how much of the unit they are.
 _SAME = {
-    "B/s": {"Bps": 1.0, "b/s": 1 / 8, "bps": 1 / 8, "bit/s": 1 / 8},
-    "FLOPS": {"FLOP/s": 1.0, "OPS": 1.0, "OP/s": 1.0, "flops": 1.0},
+    "B/s": {"Bps": "1", "b/s": "0.125", "bps": "0.125", "bit/s": "0.125"},
+    "FLOPS": {"FLOP/s": "1", "OPS": "1", "OP/s": "1"},
 }
-_NUMBER = re.compile(r"\s*([-+]?[\d_]*\.?\d+(?:[eE][-+]?\d+)?)\s*(\S*)\s*")
+_NUMBER = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(\S*)\s*")
 
 
 def quantity(value: object, unit: str) -> float:
@@ -26,8 +26,11 @@ def quantity(value: object, unit: str) -> float:
         return float(value)
     if isinstance(value, str) and (found := _NUMBER.fullmatch(value)) is not None:
         number, written = found.groups()
-        for name, factor in ({unit: 1.0} | _SAME.get(unit, {}) | {"": 1.0}).items():
-            prefix = written.removesuffix(name) if name else written
-            if written.endswith(name) and prefix in _PREFIXES and (name or not written):
-                return float(number) * _PREFIXES[prefix] * factor
-    raise ValueError(f"{value!r} is no figure in {unit}; write it as `12.5 G{unit}` or a number")
+        if not written:
+            return float(number)
+        for name, part in ({unit: "1"} | _SAME.get(unit, {})).items():
+            prefix = written.removesuffix(name)
+            if prefix != written and prefix in _PREFIXES:
+                return float(Decimal(number) * Decimal(_PREFIXES[prefix]) * Decimal(part))
+    example = "5 us" if unit == "s" else f"12.5 G{unit}"
+    raise ValueError(f"{value!r} is no figure in {unit}; write it as `{example}` or a number")
