@@ -25,6 +25,7 @@ class Efficiency:
     products: dict[str, Curve] = field(hash=False)  # by precision, over a product's operations
     attention: Curve  # of the peak of its precision, over positions; heads of 128 numbers
     head_size: Curve = ALWAYS  # of `attention`, over numbers of a head
+    epilogue: float = 0.0  # of writing a product's result, what its computing does not hide
     bandwidth: Curve = ALWAYS  # of the memory's, over the bytes that an operation moves
     optimizer: float = 1.0  # of the memory's bandwidth, by the optimizer's step
     launch: float = 0.0  # seconds in which the host starts one operation
@@ -104,9 +105,10 @@ def _tables() -> dict[str, dict[str, Any]]:
 class Conventions:
     """Habits of a trainer that a layout does not say. The defaults are Rostra's."""
 
-    fused: bool = False  # pointwise work in hand-written kernels, as compiled code has it
+    fused: bool = False  # norms, rotary embeddings and losses in kernels of their own
     attention: Literal["flash", "flash1", "materialised"] = "flash"
-    chunked_loss: bool = True  # logits are made a part at a time, gradients with them
-    prefetch: bool = True  # the next layer's parameters are gathered while one computes
+    stream_bytes: int | None = None  # of a number between layers; None: as autocast leaves it
+    reduction_bytes: int | None = None  # of a gradient on its way; None: the layout's
+    gathered_bytes: int | None = None  # of a parameter on its way; None: the layout's
     async_tensor: bool = False  # tensor-parallel collectives hide behind their products
-    reduction_bytes: int | None = None  # of a gradient on the wire; None: the layout's
+    recomputed_products: float = 0.0  # the share that `selective:operations` computes again

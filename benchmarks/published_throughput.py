@@ -1,0 +1,226 @@
+"""Predicted and published throughput, row by row: MPT by llm-foundry on A100s and H100s, Llama 3
+by torchtitan on H100s. The files are CSV tables with a row a measurement; see docs/plan-time.md.
+
+    python benchmarks/published_throughput.py [FOLDER] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from statistics import mean
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from transformers import AutoConfig, PretrainedConfig
+
+from rostra.config import Config
+from rostra.hardware.catalogue import read_cluster
+from rostra.layout import Layout
+from rostra.plan.efficiency import Conventions
+from rostra.plan.job import Job, job_of
+from rostra.plan.results import Time
+from rostra.plan.time import TimeModel
+
+FOLDER = Path(__file__).parents[1] / "../shared/data/published"
+PARTS = ("compute", "memory", "recompute", "bubble", "optimizer", "overhead")
+FAR = 128  # GPUs from which llm-foundry's runs on H100s used the settings of sweep.py
+
+# llm-foundry: FSDP of PyTorch 2.0 with bf16 activations, fused LayerNorm and cross-entropy,
+# FlashAttention in Triton; `mixed_precision` DEFAULT reduces gradients in float32, PURE in bf16.
+FOUNDRY = Conventions(
+    fused=True, attention="flash1", stream_bytes=2, gathered_bytes=2, reduction_bytes=4
+)
+# torchtitan: FSDP2 with bf16 activations, gradients reduced in float32, per-operation
+# checkpointing that computes every second product again.
+TITAN = Conventions(stream_bytes=2, gathered_bytes=2, reduction_bytes=4, recomputed_products=0.5)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One published measurement, as what the time model takes."""
+
+    name: str
+    group: str
+    job: Job
+    layout: Layout
+    hardware: str
+    conventions: Conventions
+    tokens_per_second: float  # of one GPU
+
+    @property
+    def time(self) -> Time:
+        model = TimeModel(self.job, read_cluster(self.hardware), conventions=self.conventions)
+        return model(self.layout)
+
+    @property
+    def parts(self) -> str:
+        """Shares of the step."""
+        time = self.time
+        seconds = {n: getattr(time, n) for n in PARTS} | time.communication
+        return ", ".join(f"{n} {x / time.step:.0%}" for n, x in seconds.items() if x > 0)
+
+    @property
+    def predicted(self) -> float:
+        tokens = self.job.global_batch * self.job.length
+        return tokens / self.time.step / self.layout.world_size
+
+    @property
+    def error(self) -> float:
+        """Of the time of a step, as a share of the measured."""
+        return self.tokens_per_second / self.predicted - 1
+
+
+def job(shape: PretrainedConfig, length: int, batch: int) -> Job:
+    config = Config.model_validate(
+        {
+            "model": {"pretrained": "published"},
+            "data": {"sources": [{"type": "text", "path": "none"}], "sequence_length": length},
+            "train": {"steps": 1, "global_batch_size": batch},
+        }
+    )
+    return job_of(config, shape)
+
+
+@cache
+def mpt(hidden: int, layers: int, heads: int, length: int) -> PretrainedConfig:
+    """An MPT as llm-foundry trained it then: GPT-2's structure, with biases and learned
+    positions."""
+    sizes = {"n_embd": hidden, "n_layer": layers, "n_head": heads, "n_positions": length}
+    return AutoConfig.for_model("gpt2", vocab_size=50368, activation_function="gelu", **sizes)
+
+
+def foundry(path: Path) -> Iterator[Row]:
+    for row in csv.DictReader(path.open()):
+        number = {k: int(v) for k, v in row.items() if v.isdigit()}
+        gpus, length = number["gpus"], number["sequence_length"]
+        shape = mpt(number["hidden_size"], number["num_layers"], number["num_heads"], length)
+        kind = {"h100_80gb": "H100", "a100_80gb": "A100-80GB", "a100_40gb": "A100-40GB"}[row["gpu"]]
+        conventions = FOUNDRY
+        if row["precision"] == "bf16":
+            conventions = replace(conventions, reduction_bytes=2)
+        if gpus >= FAR and kind == "H100" and row["model"] not in ("13b", "30b"):
+            conventions = replace(conventions, attention="flash")
+        layout = Layout(
+            number["micro_batch_size"],
+            number["grad_accumulation"],
+            shard=gpus,
+            sharding=row["sharding_strategy"].lower(),
+            activation_checkpointing={"True": "full", "False": "none"}[
+                row["activation_checkpointing"]
+            ],
+            compute="fp8" if row["precision"] == "amp_fp8" else "bf16",
+        )
+        yield Row(
+            f"{row['model']} {length} {gpus}x{kind} mb{layout.micro_batch}",
+            f"{kind} {'fp8' if layout.compute == 'fp8' else ''}".strip(),
+            job(shape, length, number["global_batch_size"]),
+            layout,
+            f"{gpus}x{kind}",
+            conventions,
+            float(row["tokens_per_second_per_gpu"]),
+        )
+
+
+LLAMA = {  # hidden, intermediate, layers, heads
+    "llama3_8b": (4096, 14336, 32, 32),
+    "llama3_70b": (8192, 28672, 80, 64),
+    "llama3_405b": (16384, 53248, 126, 128),
+}
+
+
+@cache
+def llama(name: str) -> PretrainedConfig:
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    sizes = dict(zip(names, LLAMA[name], strict=True))
+    return AutoConfig.for_model("llama", vocab_size=128256, num_key_value_heads=8, **sizes)
+
+
+def titan(path: Path) -> Iterator[Row]:
+    for row in csv.DictReader(path.open()):
+        number = {k: int(v) for k, v in row.items() if v.isdigit()}
+        pipeline = number["pipeline"]
+        local = number["local_batch_size"]
+        yes = {k: v == "True" for k, v in row.items()}
+        layout = Layout(
+            local // pipeline,  # as many micro batches as stages, torchtitan's default
+            pipeline,
+            shard=number["data_shard"],
+            context=number["context"],
+            context_method="ring",
+            tensor=number["tensor"],
+            pipeline=pipeline,
+            pipeline_schedule="1f1b" if pipeline > 1 else "none",
+            sharding="full_shard",
+            activation_checkpointing={"selective": "selective:operations"}.get(
+                row["activation_checkpointing"], row["activation_checkpointing"]
+            ),
+            compute="fp8" if yes["float8"] else "bf16",
+            compile=yes["compile"],
+        )
+        conventions = replace(TITAN, async_tensor=yes["async_tensor"])
+        if yes["float8"]:
+            conventions = replace(conventions, gathered_bytes=1)
+        yield Row(
+            f"{row['model']} {number['sequence_length']} {number['gpus']} {layout.describe()}",
+            "torchtitan",
+            job(llama(row["model"]), number["sequence_length"], number["global_batch_size"]),
+            layout,
+            f"{number['gpus']}xH100-96GB",
+            conventions,
+            float(row["tokens_per_second_per_gpu"]),
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("folder", nargs="?", type=Path, default=FOLDER)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--parts", action="store_true", help="seconds by what they go to")
+    options = parser.parse_args()
+    rows = [
+        *foundry(options.folder / "mpt_throughput.csv"),
+        *titan(options.folder / "torchtitan_llama3.csv"),
+    ]
+    groups = defaultdict(list)
+    for row in rows:
+        groups[row.group].append(row.error)
+    if options.json:
+        json.dump(
+            {
+                "rows": [
+                    {
+                        "name": r.name,
+                        "predicted": r.predicted,
+                        "measured": r.tokens_per_second,
+                        "error": r.error,
+                    }
+                    for r in rows
+                ]
+            },
+            sys.stdout,
+        )
+        return
+    for row in rows:
+        print(f"{row.tokens_per_second:9,.0f} {row.predicted:9,.0f} {row.error:+7.1%}  {row.name}")
+        if options.parts:
+            print("         ", row.parts)
+    for name, errors in groups.items():
+        print(
+            f"{name:14} {len(errors):3} rows: mean absolute error {mean(map(abs, errors)):.1%}, "
+            f"mean {mean(errors):+.1%}, worst {max(errors, key=abs):+.1%}"
+        )
+    everything = [r.error for r in rows]
+    print(f"all {len(rows)} rows: {mean(map(abs, everything)):.1%}")
+
+
+if __name__ == "__main__":
+    main()

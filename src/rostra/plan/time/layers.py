@@ -1,0 +1,267 @@
+"""Seconds that one device computes on a micro batch: a layer forward, backward and again, and
+what stands around the layers.
+
+A roofline (Williams, Waterman & Patterson 2009, CACM 52(4)): each kernel takes the longer of its
+operations at the rate that kernels of its size reach, and its bytes at the memory's bandwidth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import log2
+
+from rostra.hardware.cluster import Device
+from rostra.layout import Layout
+from rostra.parallel.activations import PARTS
+from rostra.plan.efficiency import Conventions, Efficiency
+from rostra.plan.job import Job, Layer
+from rostra.plan.time.work import Bytes, Product, Work
+
+PRODUCTS = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "bf16_pure": "bf16", "fp8": "fp8"}
+STORED = {"nf4": 0.52, "fp4": 0.52, "int8": 1.01}  # bytes of a quantised number, with its scales
+# FlashAttention beside FlashAttention-2 of the same GPU: Dao 2023, arXiv:2307.08691, figure 4.
+FLASH1 = 0.55
+# Bytes for a score that is written out: by operations of their own (scale, mask, softmax, and
+# their gradients), or in one kernel.
+SCORE, FUSED_SCORE = (16, 20), (6, 8)
+# Bytes for a logit between the head's products: `optim.losses`, by operations or compiled.
+LOGIT, FUSED_LOGIT = 56, 12
+# Bytes for a number that is scaled and rounded to 8 bits: its largest value, then the cast.
+ROUND, FUSED_ROUND = 9, 5
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What a pass through a layer takes: seconds of products with attention, seconds of
+    pointwise work, and the host's seconds of starting them."""
+
+    products: float = 0.0
+    memory: float = 0.0
+    launch: float = 0.0
+
+    def __add__(self, other: Pass) -> Pass:
+        return Pass(
+            self.products + other.products, self.memory + other.memory, self.launch + other.launch
+        )
+
+    def __mul__(self, times: float) -> Pass:
+        return Pass(self.products * times, self.memory * times, self.launch * times)
+
+    @property
+    def device(self) -> float:
+        return self.products + self.memory
+
+    def late(self, ahead: bool) -> float:
+        """Seconds that starting its operations adds: where the host runs `ahead`, only those by
+        which it is the slower of the two."""
+        return max(0.0, self.launch - self.device) if ahead else self.launch
+
+
+@dataclass(frozen=True)
+class Micro:
+    """A micro batch: the average layer of the model, and what stands around the layers."""
+
+    forward: Pass
+    backward: Pass  # without what is computed again
+    again: Pass
+    around: Pass  # embedding, head and loss, forward and backward
+    weights: float  # seconds of `backward` for gradients of weights
+    scores: float  # seconds of `forward` for attention
+    saved: float  # bytes that a layer keeps for its backward pass
+
+    @property
+    def device(self) -> float:
+        return self.forward.device + self.backward.device + self.again.device
+
+    def late(self, ahead: bool) -> float:
+        return self.forward.late(ahead) + (self.backward + self.again).late(ahead)
+
+
+def stream_bytes(layout: Layout, conventions: Conventions) -> int:
+    """Of a number between layers: autocast over float32 weights leaves it float32."""
+    if conventions.stream_bytes is not None:
+        return conventions.stream_bytes
+    return 2 if layout.compute == "bf16_pure" else 4
+
+
+class Kernels:
+    """Seconds of single operations on a device."""
+
+    def __init__(self, device: Device, efficiency: Efficiency) -> None:
+        self.device, self.efficiency = device, efficiency
+
+    def product(self, rows: float, inputs: float, outputs: float, precision: str) -> float:
+        """Of a matrix [rows, inputs] times [inputs, outputs]: its operations, and then the part
+        of writing the result that nothing hides; at least its bytes."""
+        operations, width = 2.0 * rows * inputs * outputs, 4 if precision == "fp32" else 2
+        result = width * rows * outputs
+        moved = self.moved(width * (rows * inputs + inputs * outputs) + result)
+        computed = operations / self.rate(precision, operations)
+        return max(computed + self.efficiency.epilogue * self.moved(result), moved)
+
+    def rate(self, precision: str, operations: float) -> float:
+        """Operations a second of a product of so many."""
+        return self.peak(precision) * self.efficiency.product(precision)(log2(operations))
+
+    def peak(self, precision: str) -> float:
+        """Operations a second; those of float32 where the device does not know `precision`."""
+        known: Mapping[str, float] = {str(kind): rate for kind, rate in self.device.flops.items()}
+        return known.get(precision) or known["fp32"]
+
+    def attention(self, operations: float, length: float, size: int, precision: str) -> float:
+        """Of fused attention over `length` positions, heads of `size` numbers."""
+        share = self.efficiency.attention(log2(length)) * self.efficiency.head_size(log2(size))
+        return operations / (self.peak("bf16" if precision == "fp8" else precision) * share)
+
+    def moved(self, size: float) -> float:
+        """Of reading and writing `size` bytes."""
+        if size <= 0:
+            return 0.0
+        return size / (self.device.bandwidth * self.efficiency.bandwidth(log2(size)))
+
+
+class LayerTimes:
+    """The seconds of a micro batch under a layout, without communication."""
+
+    def __init__(
+        self, job: Job, device: Device, efficiency: Efficiency, conventions: Conventions
+    ) -> None:
+        self.job, self.efficiency, self.conventions = job, efficiency, conventions
+        self.work = Work(job, conventions)
+        self.kernels = Kernels(device, efficiency)
+
+    def __call__(self, layout: Layout) -> Micro:
+        sizes = self.job.sizes
+        micro = Micro(Pass(), Pass(), Pass(), self._around(layout), 0.0, 0.0, 0.0)
+        for layer, count in sizes.layers:
+            one, share = self._layer(layer, layout), count / sizes.depth
+            micro = Micro(
+                micro.forward + one.forward * share,
+                micro.backward + one.backward * share,
+                micro.again + one.again * share,
+                micro.around,
+                micro.weights + one.weights * share,
+                micro.scores + one.scores * share,
+                micro.saved + one.saved * share,
+            )
+        return micro
+
+    def _layer(self, layer: Layer, layout: Layout) -> Micro:
+        rows = layout.micro_batch * self.job.length / layout.context
+        products = self.work.products(layer, layout.tensor)
+        parts = {part: self._products(rows, products, part, layout) for part in PARTS}
+        linear, scores = sum(parts.values()), self._scores(layer, layout)
+        moved = self._pointwise(layer, rows, products, layout)
+        extra, more = self._adapter(rows, products, layout)
+        weights = linear if layout.adapter == "none" else extra
+        launch = self.efficiency.launch * (self.work.launches(layer, layout.compile) + more)
+        forward = Pass(linear + scores[0] + extra, self.kernels.moved(moved.forward), launch)
+        backward = Pass(
+            linear + weights + scores[1] + extra, self.kernels.moved(moved.backward), 2 * launch
+        )
+        last = self._products(rows, products[-1:], products[-1].part, layout)
+        again = self._again(layout, forward, parts, scores[0], last)
+        width = 4 if layout.compute == "fp32" else 2
+        saved = rows * width * sum((x.inputs + x.outputs) * x.times * x.share for x in products)
+        return Micro(forward, backward, again, Pass(), weights, scores[0], saved)
+
+    def _products(
+        self, rows: float, products: tuple[Product, ...], part: str, layout: Layout
+    ) -> float:
+        precision = PRODUCTS[layout.compute]
+        return sum(
+            x.times * self.kernels.product(rows * x.share, x.inputs, x.outputs, precision)
+            for x in products
+            if x.part == part
+        )
+
+    def _scores(self, layer: Layer, layout: Layout) -> tuple[float, float]:
+        """Attention forward and backward: 2 and 5 products of the pairs that are seen
+        (FlashAttention computes scores again: Dao et al. 2022, arXiv:2205.14135)."""
+        sizes, length, kind = self.job.sizes, self.job.length, self.conventions.attention
+        heads = layout.micro_batch * sizes.heads / layout.tensor / layout.context
+        precision = PRODUCTS[layout.compute]
+        if kind == "materialised":
+            whole = heads * length**2
+            one = self.kernels.product(heads * length, sizes.head_size, length, precision)
+            bytes_of = FUSED_SCORE if self.conventions.fused else SCORE
+            moved = [self.kernels.moved(whole * each) for each in bytes_of]
+            return 2 * one + moved[0], 4 * one + moved[1]
+        operations = 4.0 * heads * self.work.pairs(layer, length) * sizes.head_size
+        seconds = self.kernels.attention(operations, length, sizes.head_size, precision)
+        seconds /= FLASH1 if kind == "flash1" else 1
+        return seconds, 2.5 * seconds
+
+    def _pointwise(
+        self, layer: Layer, rows: float, products: tuple[Product, ...], layout: Layout
+    ) -> Bytes:
+        computed = 4 if layout.compute == "fp32" else 2
+        one = self.work.pointwise(
+            layer, layout.tensor, stream_bytes(layout, self.conventions), computed, layout.compile
+        )
+        forward, backward = rows * one.forward, rows * one.backward
+        numbers = sum(x.inputs * x.outputs * x.times for x in products)
+        if layout.quantization != "none":  # each use makes the 16-bit matrix anew
+            dequantised = numbers * (STORED[layout.quantization] + computed)
+            forward, backward = forward + dequantised, backward + dequantised
+        if layout.compute == "fp8":
+            fused = layout.compile or self.conventions.fused
+            each = FUSED_ROUND if fused else ROUND
+            into = rows * sum(x.inputs * x.times * x.share for x in products)
+            out = rows * sum(x.outputs * x.times * x.share for x in products)
+            forward += each * (into + numbers)
+            backward += each * (into + out + numbers)
+        return Bytes(forward, backward)
+
+    def _adapter(
+        self, rows: float, products: tuple[Product, ...], layout: Layout
+    ) -> tuple[float, float]:
+        """Seconds of LoRA's two thin products beside each matrix, and operations started."""
+        if layout.adapter != "lora":
+            return 0.0, 0.0
+        rank, precision = self.job.config.adapter.rank, PRODUCTS[layout.compute]
+        around = [x for x in products if x.adapted]
+        seconds = sum(
+            self.kernels.product(rows, x.inputs, rank, precision)
+            + self.kernels.product(rows, rank, x.outputs, precision)
+            + self.kernels.moved(6 * rows * x.outputs)
+            for x in around
+        )
+        return seconds, 5.0 * len(around)
+
+    def _again(
+        self, layout: Layout, forward: Pass, parts: dict[str, float], scores: float, last: float
+    ) -> Pass:
+        """What activation checkpointing computes again (Chen et al. 2016, arXiv:1604.06174).
+        PyTorch stops when the last saved tensor is there, before the last product."""
+        kind, _, what = layout.activation_checkpointing.partition(":")
+        if kind in ("none", "offload"):
+            return Pass()
+        if kind == "full":
+            return Pass(forward.products - last, forward.memory, forward.launch)
+        if kind == "every":
+            return Pass(forward.products - last, forward.memory, forward.launch) * (1 / int(what))
+        half = Pass(0.0, forward.memory / 2, forward.launch / 2)
+        if what == "mlp":
+            return half + Pass(parts["mlp"] - last)
+        if what == "attention":
+            return half + Pass(parts["attention"] * 0.75 + scores)
+        products = sum(parts.values()) * self.conventions.recomputed_products
+        return Pass(products, forward.memory, forward.launch)
+
+    def _around(self, layout: Layout) -> Pass:
+        """Embedding, head and loss. A frozen head has no gradient of its weight."""
+        sizes, stream = self.job.sizes, stream_bytes(layout, self.conventions)
+        rows = layout.micro_batch * self.job.length / layout.context
+        columns = sizes.vocabulary / layout.tensor
+        precision = "bf16" if layout.compute == "fp8" else PRODUCTS[layout.compute]
+        trained = layout.adapter == "none"
+        head = self.kernels.product(rows, sizes.hidden, columns, precision)
+        fused = layout.compile or self.conventions.fused
+        moved = rows * columns * (FUSED_LOGIT if fused else LOGIT)
+        moved += rows * sizes.hidden * stream * 5
+        if trained:
+            moved += 2 * 4 * sizes.embedding / layout.tensor  # the embedding's dense gradient
+        launch = self.efficiency.launch * 100
+        return Pass(head * (3 if trained else 2), self.kernels.moved(moved), launch)

@@ -1,0 +1,158 @@
+"""The time of a step, put together from its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import ceil
+from operator import attrgetter
+from typing import TypeVar
+
+from rostra.hardware.cluster import Cluster
+from rostra.layout import Layout
+from rostra.plan.efficiency import Conventions, Efficiency, typical
+from rostra.plan.job import Job
+from rostra.plan.results import Time
+from rostra.plan.time.exchange import ExchangeTimes
+from rostra.plan.time.flops import hardware_flops, model_flops
+from rostra.plan.time.layers import LayerTimes
+from rostra.plan.time.sharding import ShardingTimes
+from rostra.plan.time.update import UpdateTimes
+
+Value = TypeVar("Value")
+
+# What the parts look at in a layout; each is computed once for what it depends on.
+_COMPUTED = (
+    "micro_batch", "context", "tensor", "compute", "compile", "quantization", "adapter",
+    "activation_checkpointing",
+)  # fmt: skip
+_EXCHANGED = (*_COMPUTED, "context_method", "expert")
+_SHARDED = (
+    "replicate", "shard", "context", "tensor", "pipeline", "expert", "sharding", "compute",
+    "reduction", "quantization", "adapter", "offload_parameters", "activation_checkpointing",
+)  # fmt: skip
+_UPDATED = (
+    "shard", "context", "tensor", "pipeline", "sharding", "optimizer_states", "adapter",
+    "offload_optimizer", "offload_parameters",
+)  # fmt: skip
+
+
+class TimeModel:
+    """Called with a Layout, gives its Time.
+
+    `efficiency` is what kernels reach on these devices, by default what is typical of their
+    kind; `conventions` describe another trainer than Rostra.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        cluster: Cluster,
+        efficiency: Efficiency | None = None,
+        conventions: Conventions | None = None,
+    ) -> None:
+        self.job, self.cluster = job, cluster
+        self.efficiency = efficiency or typical(cluster.device)
+        conventions = conventions or Conventions()
+        given = (job, cluster, self.efficiency, conventions)
+        layers = LayerTimes(job, cluster.device, self.efficiency, conventions)
+        self._exchanges, self._updates = ExchangeTimes(*given), UpdateTimes(*given[:3])
+        self._micro = _remembered(layers, _COMPUTED)
+        self._exchange = _remembered(lambda x: self._exchanges(x, self._micro(x)), _EXCHANGED)
+        self._sharding = _remembered(ShardingTimes(*given), _SHARDED)
+        self._update = _remembered(self._updates, _UPDATED)
+        self._flops = _remembered(
+            lambda x: (model_flops(job, x), hardware_flops(job, x)),
+            ("adapter", "activation_checkpointing"),
+        )
+        self._cuts: dict[tuple[int, float], tuple[int, int]] = {}
+
+    def __call__(self, layout: Layout) -> Time:
+        micro, sharding = self._micro(layout), self._sharding(layout)
+        tensor, context = self._exchange(layout)
+        times, late = layout.accumulation, micro.late(self.efficiency.ahead)
+        layer = micro.device + late + tensor + context
+        forward = (layer - micro.device) / 3 + micro.forward.device
+        depth, heads = self._slowest(layout, micro.around.device / layer)
+        shown = sharding.shown(depth, forward, layer - forward, layout.pipeline > 1)
+        contended = self.efficiency.contention * shown.hidden
+        one = depth * layer + heads * micro.around.device + sharding.copies
+        one += shown.micro + contended
+        bubble = self._bubble(layout, one, depth * micro.weights)
+        optimizer, offload = self._update(layout)
+        waiting = self._updates.activations(layout, micro.saved, forward, layer - forward)
+        of_axis = {
+            self._axis(layout): times * (shown.micro + contended)
+            + shown.once
+            + self.efficiency.contention * shown.hidden_once,
+            "tensor": times * depth * tensor,
+            "context": times * depth * context,
+            "pipeline": times * self._exchanges.sends(layout),
+        }
+        model, hardware = self._flops(layout)
+        forth, back, around = micro.forward, micro.backward, micro.around
+        return Time(
+            compute=times * (depth * (forth.products + back.products) + heads * around.products),
+            memory=times
+            * (depth * (forth.memory + back.memory) + heads * around.memory + sharding.copies),
+            recompute=times * depth * micro.again.device,
+            communication={axis: seconds for axis, seconds in of_axis.items() if seconds},
+            bubble=bubble,
+            offload=offload + times * depth * waiting,
+            optimizer=optimizer,
+            overhead=times * depth * late,
+            model_flops=model,
+            hardware_flops=hardware,
+        )
+
+    def _axis(self, layout: Layout) -> str:
+        """The axis along which parameters and gradients travel."""
+        return "replicate" if layout.sharding == "no_shard" else "shard"
+
+    def _slowest(self, layout: Layout, head: float) -> tuple[int, int]:
+        """Layers of the slowest rank of the pipeline, and whether the head is with them, which
+        takes as long as `head` layers. Stages are cut so that the slowest is the quickest."""
+        stages = layout.pipeline * layout.stages
+        if stages == 1:
+            return self.job.sizes.depth, 1
+        at = (stages, round(head, 2))
+        if at not in self._cuts:
+            self._cuts[at] = _cut(self.job.sizes.depth, *at)
+        depth, heads = self._cuts[at]
+        return depth * layout.stages, heads
+
+    def _bubble(self, layout: Layout, one: float, weights: float) -> float:
+        """Seconds in which a rank of the pipeline has nothing to do: of p ranks with v stages
+        each (p - 1) / v micro batches (Narayanan et al. 2021, arXiv:2104.04473, section 2.2);
+        zero_bubble fills them with gradients of weights (Qi et al. 2024, arXiv:2401.10241,
+        table 1: (p - 1)(F + B - W))."""
+        if layout.pipeline == 1:
+            return 0.0
+        if layout.pipeline_schedule == "zero_bubble":
+            one = max(0.0, one - 2 * weights)
+        return (layout.pipeline - 1) / layout.stages * one
+
+
+def _cut(depth: int, stages: int, head: float) -> tuple[int, int]:
+    """Layers of the slowest of `stages` stages, and whether it is the last one, with the head."""
+    best = (float("inf"), depth, 1)
+    for last in range(1, depth - stages + 2):
+        inner = ceil((depth - last) / (stages - 1))
+        cost = max(last + head, float(inner))
+        best = min(best, (cost, last, 1) if last + head >= inner else (cost, inner, 0))
+    return best[1:]
+
+
+def _remembered(
+    function: Callable[[Layout], Value], fields: tuple[str, ...]
+) -> Callable[[Layout], Value]:
+    """`function`, called once for each combination of the `fields` of a layout."""
+    key = attrgetter(*fields)
+    known: dict[tuple[object, ...], Value] = {}
+
+    def call(layout: Layout) -> Value:
+        at = key(layout)
+        if at not in known:
+            known[at] = function(layout)
+        return known[at]
+
+    return call

@@ -1,0 +1,138 @@
+"""What ranks send each other of parameters and gradients, and how much of it shows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rostra.hardware.cluster import Cluster
+from rostra.layout import SHARDED, Layout
+from rostra.plan.efficiency import Conventions, Efficiency
+from rostra.plan.job import Job
+from rostra.plan.time.collectives import Group, group
+from rostra.plan.time.flops import trainable
+from rostra.plan.time.layers import STORED, Kernels
+
+BUCKET = 25 * 2**20  # bytes of gradients that travel together under no_shard and zero1
+REDUCED = {"fp32": 4, "bf16": 2}
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Seconds of collectives of parameters and gradients, as far as they show and as far as they
+    hide behind computing: of a micro batch, and of those that there are once a step."""
+
+    micro: float = 0.0
+    hidden: float = 0.0
+    once: float = 0.0
+    hidden_once: float = 0.0
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Seconds of the collectives of a rank's parameters, and of copying them."""
+
+    copies: float  # of casts and copies of parameters and gradients, a micro batch
+    gather: float = 0.0  # of a layer
+    again: float = 0.0  # of a layer, for the backward pass
+    reduce: float = 0.0  # of a layer's gradients
+    root_gather: float = 0.0  # of all that is no layer
+    root_reduce: float = 0.0
+    once: float = 0.0  # of the gradients of a step, under no_shard and zero1
+    last: float = 0.0  # of their last bucket, which nothing hides
+    after: float = 0.0  # of the parameters that zero1 gathers after the optimizer's step
+
+    def shown(self, depth: float, forward: float, backward: float, pipeline: bool) -> Shown:
+        """With `depth` layers that take `forward` and `backward` seconds.
+
+        A layer's parameters are gathered while the one before computes, its gradients reduced
+        while the next one does (Zhao et al. 2023, arXiv:2304.11277, section 3.3); in a pipeline
+        they are reduced once. Of gradients that all ranks hold, buckets go while the backward
+        pass makes more (Li et al. 2020, arXiv:2006.15704, section 3.2.3).
+        """
+        if self.once:
+            shown = max(self.last, self.once - depth * backward)
+            return Shown(once=shown + self.after, hidden_once=self.once - shown)
+        down, root = (0.0, 0.0) if pipeline else (self.reduce, self.root_reduce)
+        into = max(0.0, self.gather - forward) * (depth - 1) + self.gather + self.root_gather
+        out = max(0.0, self.again + down - backward) * depth + down + root
+        total = depth * (self.gather + self.again + down) + self.root_gather + root
+        once = depth * self.reduce + self.root_reduce if pipeline else 0.0
+        return Shown(into + out, max(0.0, total - into - out), once)
+
+
+class ShardingTimes:
+    """Called with a Layout, gives its `Sharding`, as `docs/communication.md` counts it."""
+
+    def __init__(
+        self, job: Job, cluster: Cluster, efficiency: Efficiency, conventions: Conventions
+    ) -> None:
+        self.job, self.cluster = job, cluster
+        self.efficiency, self.conventions = efficiency, conventions
+        self.kernels = Kernels(cluster.device, efficiency)
+        self.trained = trainable(job)
+        sizes = job.sizes
+        self.body = sum(x.numbers * count for x, count in sizes.layers)
+        self.root = sizes.parameters - self.body
+
+    def __call__(self, layout: Layout) -> Sharding:
+        parts = layout.shard * layout.context
+        frozen = layout.adapter != "none"
+        layer = self.body / self.job.sizes.depth / layout.tensor
+        trained = self.trained / self.job.sizes.depth / layout.tensor if frozen else layer
+        sharded = layout.sharding in SHARDED and parts > 1
+        copied = self._copied(layout, layer, trained, sharded)
+        copies = self.kernels.moved(copied * self.job.sizes.depth / layout.pipeline)
+        back = self.conventions.reduction_bytes or REDUCED[layout.reduction]
+        inner = layout.tensor * layout.expert
+        within, across = self._group(parts, inner), self._group(layout.replicate, inner * parts)
+        if not sharded:
+            return self._whole(layout, copies, back, within, across)
+        computed = 4 if layout.compute == "fp32" else 2
+        wire = STORED.get(layout.quantization) or self.conventions.gathered_bytes or computed
+        gather = within.all_gather(wire * layer)
+        if layout.offload_parameters != "none":  # up from the host first
+            link = self.cluster.node.host_link.bandwidth * self.efficiency.host
+            gather += 4 * layer / parts / link
+        root = self.root / layout.tensor
+        return Sharding(
+            copies,
+            gather,
+            again=0.0 if layout.sharding == "shard_grad_op" else gather,
+            reduce=within.reduce_scatter(back * trained)
+            + across.all_reduce(back * trained / parts),
+            root_gather=within.all_gather(computed * root),
+            root_reduce=0.0 if frozen else within.reduce_scatter(back * root),
+        )
+
+    def _whole(
+        self, layout: Layout, copies: float, back: float, within: Group, across: Group
+    ) -> Sharding:
+        """Every rank holds all parameters: gradients are summed once a step."""
+        numbers = self.trained / layout.tensor / layout.pipeline
+        share = min(1.0, BUCKET / max(1.0, 4 * numbers))
+        if layout.sharding == "zero1" and within.ranks > 1:
+            once = within.reduce_scatter(back * numbers)
+            once += across.all_reduce(4 * numbers / within.ranks)
+            kept = 2 if layout.compute == "bf16_pure" else 4
+            after = within.all_gather(kept * numbers)
+            return Sharding(copies, once=once, last=once * share, after=after)
+        inner = layout.tensor * layout.expert
+        once = self._group(within.ranks * across.ranks, inner).all_reduce(back * numbers)
+        return Sharding(copies, once=once, last=once * share)
+
+    def _group(self, ranks: int, stride: int) -> Group:
+        return group(self.cluster, self.efficiency, ranks, stride)
+
+    def _copied(self, layout: Layout, layer: float, trained: float, sharded: bool) -> float:
+        """Bytes moved for a layer's parameters and gradients in a micro batch, besides what
+        computes with them: out of what was gathered and into what will be reduced; or casts of
+        autocast, of the weights and their gradients, and the sum in the buckets."""
+        wide = layout.compute == "fp32"
+        if sharded:
+            gathers = 1 if layout.sharding == "shard_grad_op" else 2
+            return gathers * (8 if wide else 4) * layer + (8 if wide else 6) * trained
+        if wide or layout.compute == "bf16_pure":
+            return 10 * trained
+        again = layout.activation_checkpointing not in ("none", "offload")
+        casts = 0 if layout.adapter != "none" else 6 * layer * (2 if again else 1)
+        return casts + 16 * trained

@@ -1,0 +1,138 @@
+"""What a layer has to do for one row (a position of a sample): its matrix products, the pairs
+of attention, the bytes of pointwise work, the operations that are started."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from rostra.parallel.activations import PARTS
+from rostra.plan.efficiency import Conventions
+from rostra.plan.job import Job, Layer
+
+Part = Literal["attention", "mlp"]
+
+
+@dataclass(frozen=True)
+class Product:
+    """A row times a matrix of `inputs` x `outputs`; of `times` alike (experts), each row meets
+    the part `share`."""
+
+    inputs: int
+    outputs: int
+    part: Part
+    adapted: bool = True  # LoRA's all-linear goes around it
+    times: int = 1
+    share: float = 1.0
+
+    @property
+    def operations(self) -> float:
+        return 2.0 * self.inputs * self.outputs * self.times * self.share
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Moved for a row by what is neither matrix product nor attention, in each direction."""
+
+    forward: float
+    backward: float
+
+
+class Work:
+    """The work of a job's layers."""
+
+    def __init__(self, job: Job, conventions: Conventions) -> None:
+        self.job, self.conventions = job, conventions
+        text = job.shape.get_text_config()
+        self.experts = getattr(text, "num_local_experts", 0) or getattr(text, "num_experts", 0) or 0
+        self.active = getattr(text, "num_experts_per_tok", 0) or 0
+        self.expert_size = getattr(text, "moe_intermediate_size", 0) or job.sizes.intermediate
+        self.rms = getattr(text, "rms_norm_eps", None) is not None
+        self.rotary = bool(getattr(text, "rope_parameters", None))
+
+    def products(self, layer: Layer, tensor: int) -> tuple[Product, ...]:
+        """The matrices of a layer as one of `tensor` ranks has them."""
+        found = []
+        for linear in layer.linears:
+            inputs, outputs = linear.inputs, linear.outputs
+            if linear.cut == "columns":
+                outputs = -(-outputs // tensor)
+            elif linear.cut == "rows":
+                inputs = -(-inputs // tensor)
+            mlp = linear.name.split(".")[0] not in PARTS["attention"]
+            found.append(Product(inputs, outputs, "mlp" if mlp else "attention"))
+        return (*found, *self._experts(layer))
+
+    def _experts(self, layer: Layer) -> tuple[Product, ...]:
+        """Fused experts are no linear layers: three matrices each, of which a row meets few."""
+        hidden, size = self.job.sizes.hidden, self.expert_size
+        if not self.experts or layer.other < self.experts * hidden * size:
+            return ()
+        share = self.active / self.experts
+        up = Product(hidden, size, "mlp", False, self.experts, share)
+        down = Product(size, hidden, "mlp", False, self.experts, share)
+        return (up, up, down)
+
+    def pairs(self, layer: Layer, length: int) -> float:
+        """Pairs of a query and a key that it sees, in one sample: the causal half, or the band
+        of a sliding window."""
+        window = min(layer.window or length, length)
+        return window * length - window * window / 2
+
+    @cached_property
+    def gated(self) -> bool:
+        """Whether the MLP multiplies two projections (SwiGLU: Shazeer 2020, arXiv:2002.05202)."""
+        layer = self.job.sizes.layers[0][0]
+        out = sum(p.outputs * p.times for p in self.products(layer, 1) if p.part == "mlp")
+        into = sum(p.inputs * p.times for p in self.products(layer, 1) if p.part == "mlp")
+        return out > into
+
+    def inner(self, layer: Layer) -> float:
+        """Numbers of a row inside the MLP, after its activation."""
+        if self._experts(layer):
+            return self.active * self.expert_size
+        return max((x.inputs for x in layer.linears), default=self.job.sizes.intermediate)
+
+    def pointwise(
+        self, layer: Layer, tensor: int, stream: int, computed: int, fused: bool
+    ) -> Bytes:
+        """Bytes for a row, counting each tensor that an operation reads or writes.
+
+        `stream` bytes have numbers between the blocks (residuals, norms), `computed` those
+        inside. Fused (torch.compile, or kernels made for it) what stands between two products
+        is read once and written once; by single operations every step passes over memory.
+        """
+        hidden = self.job.sizes.hidden / tensor
+        inner = self.inner(layer) / tensor
+        sizes = self.job.sizes
+        rotated = (sizes.heads + sizes.kv_heads) * sizes.head_size / tensor * self.rotary
+        casts = stream + computed if stream != computed else 0
+        read = sum(x.inputs == sizes.hidden for x in layer.linears)
+        if fused or self.conventions.fused:
+            norms = (2 * stream + 2 * computed, 3 * stream + 2 * computed)
+            mlp = (3, 6) if self.gated else (2, 3)
+            turn = (2, 2)
+            cast = (0, 0)
+        else:
+            norm = (7 * 4 + (stream == 2) * 8) if self.rms else 2 * stream
+            norms = (norm + 3 * stream, 2 * norm + 3 * stream)
+            mlp = (5, 9) if self.gated else (2, 3)
+            turn = (8, 10)
+            cast = (casts * read, casts * read)
+        biased = sum(x.outputs for x in layer.linears if x.bias) / tensor  # sums over all rows
+        forward = hidden * (2 * norms[0] + cast[0])
+        backward = hidden * (2 * norms[1] + cast[1]) + computed * biased
+        return Bytes(
+            forward + computed * (mlp[0] * inner + turn[0] * rotated),
+            backward + computed * (mlp[1] * inner + turn[1] * rotated),
+        )
+
+    def launches(self, layer: Layer, fused: bool) -> float:
+        """Operations that a layer's forward pass starts; a backward pass starts twice as many."""
+        products = len(layer.linears) + 3 * bool(self._experts(layer))
+        if fused:
+            return products + 6
+        norms = 2 * (7 if self.rms else 1)
+        casts = products if self.conventions.stream_bytes is None else 0
+        return products + casts + norms + 12 * self.rotary + (3 if self.gated else 1) + 8
