@@ -13,7 +13,7 @@ from rostra.hardware import (
     PRECISIONS,
     Gpu,
     calibration_path,
-    catalogue,
+    device_names,
     load_calibration,
     machine,
     probe,
@@ -21,6 +21,7 @@ from rostra.hardware import (
     save_calibration,
     this_cluster,
 )
+from rostra.hardware.catalogue import known
 from rostra.hardware.quantity import quantity
 
 
@@ -67,11 +68,11 @@ def test_names_are_read_however_they_are_written(text: str, name: str) -> None:
     ],
 )
 def test_a_device_is_known_by_the_name_that_torch_gives_it(reported: str, name: str) -> None:
-    assert catalogue().find("devices", reported) == name
+    assert known().find("devices", reported) == name
 
 
 def test_every_entry_is_complete_and_lawful() -> None:
-    for name in catalogue().names():
+    for name in device_names():
         cluster = read_cluster(name)
         device, node = cluster.device, cluster.node
         assert device.source, name
@@ -83,7 +84,7 @@ def test_every_entry_is_complete_and_lawful() -> None:
         # no device reads its own memory slower than others' through a link
         assert cluster.network.bandwidth <= node.link.bandwidth < device.bandwidth, name
         assert 1e-6 <= cluster.network.latency <= 1e-4, name
-        priced = catalogue().device(name)
+        priced = known().device(name)
         assert (priced.get("price_per_hour") is None) or priced.get("price_source"), name
 
 

@@ -3,15 +3,10 @@ clusters as values, of which a catalogue knows the common ones."""
 
 from __future__ import annotations
 
-from rostra.hardware.catalogue import catalogue, read_cluster
+from typing import TYPE_CHECKING
+
 from rostra.hardware.cluster import PRECISIONS, Cluster, Curve, Device, Link, Node
 from rostra.hardware.doctor import NEEDS, doctor, doctor_report, show_doctor
-from rostra.hardware.machine import (
-    calibration_path,
-    load_calibration,
-    save_calibration,
-    this_cluster,
-)
 from rostra.hardware.probe import (
     Gpu,
     Hardware,
@@ -23,6 +18,16 @@ from rostra.hardware.probe import (
     supports,
     usable_cores,
 )
+from rostra.lazy import on_first_use
+
+if TYPE_CHECKING:
+    from rostra.hardware.catalogue import device_names, read_cluster
+    from rostra.hardware.machine import (
+        calibration_path,
+        load_calibration,
+        save_calibration,
+        this_cluster,
+    )
 
 __all__ = [
     "NEEDS",
@@ -37,8 +42,8 @@ __all__ = [
     "best_device",
     "calibration_path",
     "can_compile",
-    "catalogue",
     "cpp_compiler",
+    "device_names",
     "doctor",
     "doctor_report",
     "load_calibration",
@@ -51,3 +56,14 @@ __all__ = [
     "this_cluster",
     "usable_cores",
 ]
+
+_HOME = {
+    "calibration_path": "rostra.hardware.machine",
+    "device_names": "rostra.hardware.catalogue",
+    "load_calibration": "rostra.hardware.machine",
+    "read_cluster": "rostra.hardware.catalogue",
+    "save_calibration": "rostra.hardware.machine",
+    "this_cluster": "rostra.hardware.machine",
+}
+
+__getattr__ = on_first_use(__name__, _HOME)

@@ -129,10 +129,15 @@ class Catalogue:
 
 
 @functools.cache
-def catalogue() -> Catalogue:
+def known() -> Catalogue:
     """The one that comes with Rostra (catalogue.yaml)."""
     text = (files("rostra.hardware") / "catalogue.yaml").read_text(encoding="utf-8")
     return Catalogue(YAML(typ="safe", pure=True).load(text))
+
+
+def device_names() -> list[str]:
+    """All devices of the catalogue that comes with Rostra."""
+    return known().names()
 
 
 def read_cluster(text: str, price: float | None = None) -> Cluster:
@@ -148,10 +153,10 @@ def read_cluster(text: str, price: float | None = None) -> Cluster:
     if Path(text).suffix.lower() in (".yaml", ".yml"):
         return cluster_of(_own(Path(text)), price)
     found = _SPEC.fullmatch(text)
-    name = None if found is None else catalogue().find("devices", found[3])
+    name = None if found is None else known().find("devices", found[3])
     if found is None or name is None:
         raise RequestError(_unknown(text, "" if found is None else found[3]))
-    usual = Entry.model_validate(catalogue().device(name))
+    usual = Entry.model_validate(known().device(name))
     counts = [int(count) for count in found.groups()[:2] if count is not None]
     if 0 in counts:
         raise RequestError(f"hardware = {text!r}: there must be one device at the least")
@@ -160,11 +165,11 @@ def read_cluster(text: str, price: float | None = None) -> Cluster:
 
 
 def _unknown(text: str, name: str) -> str:
-    near = catalogue().near("devices", name)
+    near = known().near("devices", name)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     return (
         f"hardware = {text!r}: unknown device {name!r}; {hint}"
-        f"known: {', '.join(catalogue().names())}; "
+        f"known: {', '.join(known().names())}; "
         "or give a YAML file that describes it (docs/hardware.md)"
     )
 
@@ -247,17 +252,17 @@ def _own(path: Path) -> Entry:
         raise RequestError(f"{path}:1: hardware is a table of figures; see docs/hardware.md")
     lines = {str(key): values.lc.key(key)[0] + 1 for key in values}
     problems = []
-    known = [*_REFERENCES, *Entry.model_fields]
+    keys = [*_REFERENCES, *Entry.model_fields]
     for key, line in lines.items():
-        if key not in known:
-            problems.append(f"{path}:{line}: {key}: unknown key; {_nearest(key, known)}")
+        if key not in keys:
+            problems.append(f"{path}:{line}: {key}: unknown key; {_nearest(key, keys)}")
     if problems:
         raise RequestError("\n".join(problems))
     try:
-        return Entry.model_validate(catalogue().complete({"name": path.stem, **values}))
+        return Entry.model_validate(known().complete({"name": path.stem, **values}))
     except LookupError as error:
         key, kind = error.args
-        near = catalogue().near(kind, str(values.get(key)))
+        near = known().near(kind, str(values.get(key)))
         hint = f"did you mean {' or '.join(near)}?" if near else "see docs/hardware.md"
         place = f"{path}:{lines[key]}: {key} = {values.get(key)!r}"
         raise RequestError(f"{place}: unknown; {hint}") from None
@@ -277,6 +282,6 @@ def _told(path: Path, lines: dict[str, int], error: ValidationError) -> Iterable
         yield f"{place}: {said}"
 
 
-def _nearest(key: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(key, known, n=1)
-    return f"did you mean `{near[0]}`?" if near else f"known here: {', '.join(known)}"
+def _nearest(key: str, keys: list[str]) -> str:
+    near = difflib.get_close_matches(key, keys, n=1)
+    return f"did you mean `{near[0]}`?" if near else f"known here: {', '.join(keys)}"

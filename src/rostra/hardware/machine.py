@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 
 from rostra.errors import RequestError
-from rostra.hardware.catalogue import Entry, catalogue, cluster_of
+from rostra.hardware.catalogue import Entry, cluster_of, known
 from rostra.hardware.cluster import Cluster
 from rostra.hardware.probe import Hardware, best_device, probe
 
@@ -55,7 +55,7 @@ def this_cluster(
     values = load_calibration(hardware, notice) or {}
     whole = found | {"devices": gpus or 1, "price_per_hour": None}
     whole |= {"nvme": hardware.free_disk_bytes} | _measured(values, ranks or gpus or 1, gpus > 0)
-    entry = Entry.model_validate(catalogue().complete(whole))
+    entry = Entry.model_validate(known().complete(whole))
     return cluster_of(_shared(entry, ranks), price, calibrated=bool(values))
 
 
@@ -74,8 +74,8 @@ def _shared(entry: Entry, ranks: int | None) -> Entry:
 def _gpu_entry(hardware: Hardware) -> dict[str, Any]:
     gpu = hardware.gpus[0]
     own = {"memory": gpu.memory_bytes, "host_memory": hardware.memory_bytes}
-    if (known := catalogue().find("devices", gpu.name)) is not None:
-        return catalogue().device(known) | own
+    if (name := known().find("devices", gpu.name)) is not None:
+        return known().device(name) | own
     import torch
 
     about = torch.cuda.get_device_properties(0)

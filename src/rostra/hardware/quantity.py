@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
-_PREFIXES = {
+_PREFIXES: dict[str, str | int] = {
     "": "1", "k": "1e3", "K": "1e3", "M": "1e6", "G": "1e9", "T": "1e12", "P": "1e15",
-    "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "m": "1e-3", "u": "1e-6", "n": "1e-9",
+    "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40,
+    "m": "1e-3", "u": "1e-6", "n": "1e-9",
 }  # fmt: skip
 # Other ways to write a unit, and how much of the unit they are.
 _SAME = {
