@@ -110,7 +110,7 @@ def test_every_entry_is_a_config_of_its_own_type() -> None:
     assert len(shape_names()) >= 120
     for name in shape_names():
         text = find_shape(name).get_text_config()
-        assert text.num_hidden_layers > 0
+        assert text.num_hidden_layers > 0, name
         assert text.hidden_size % text.num_attention_heads == 0 or text.head_dim
 
 
@@ -121,7 +121,7 @@ def test_every_entry_is_a_config_of_its_own_type() -> None:
         ("meta-llama/Llama-2-70b", "meta-llama/Llama-2-70b-hf"),
         ("meta-llama/Llama-2-70b-chat-hf", "meta-llama/Llama-2-70b-hf"),
         ("LLAMA 3 8B", "meta-llama/Meta-Llama-3-8B"),
-        ("meta-llama/Llama-3.3-70B-Instruct", "meta-llama/Llama-3.1-70B"),
+        ("Llama-3.3-70B", "meta-llama/Llama-3.1-70B"),
         ("unsloth/llama-3-8b-bnb-4bit", "meta-llama/Meta-Llama-3-8B"),
         ("gpt2", "openai-community/gpt2"),
         ("gemma-3-27b-it", "google/gemma-3-27b-pt"),
@@ -134,6 +134,12 @@ def test_every_entry_is_a_config_of_its_own_type() -> None:
 )
 def test_names_are_forgiven_their_case_owner_and_variant(written: str, meant: str) -> None:
     assert find_shape(written).to_dict() == find_shape(meant).to_dict()
+
+
+def test_variants_keep_what_differs() -> None:
+    short, long = find_shape("Phi-3-mini-4k-instruct"), find_shape("Phi-3-mini-128k-instruct")
+    assert (short.max_position_embeddings, long.max_position_embeddings) == (4096, 131072)
+    assert sizes_of(short).parameters == sizes_of(long).parameters
 
 
 def test_a_length_raises_positions_and_fills_those_left_open() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import re
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,8 @@ def find_shape(name: str, length: int | None = None) -> PretrainedConfig:
         hint = f"did you mean {' or '.join(near)}? " if near else ""
         raise RequestError(
             f"model = {name!r}: unknown shape; {hint}"
-            "Give a folder or config.json of the model, or one of those in docs/hardware.md"
+            "give a folder or config.json of the model (rostra.models.shape_names() lists what is "
+            "known without)"
         )
     text = shape.get_text_config()
     for key in _POSITIONS:
@@ -45,36 +47,44 @@ def find_shape(name: str, length: int | None = None) -> PretrainedConfig:
 
 def shape_names() -> list[str]:
     """All models of the table, by their ids on the hub."""
-    return [name for name, _, _ in _table()]
+    return [shape.name for shape in _table()]
 
 
 def nearest_shapes(name: str) -> list[str]:
     """The names of the table that are most like `name`, the nearest first."""
-    known = _keys()
+    known = _by_key()
     close = difflib.get_close_matches(_key(name), known, n=8, cutoff=0.5)
-    return list(dict.fromkeys(known[key][0] for key in close))[:4]
+    return list(dict.fromkeys(known[key].name for key in close))[:4]
+
+
+@dataclass(frozen=True)
+class _Shape:
+    name: str  # on the hub
+    family: str  # transformers' model type
+    values: dict[str, Any]
 
 
 @functools.cache
-def _table() -> tuple[tuple[str, str, dict[str, Any]], ...]:
-    """Id, model type and values of each."""
+def _table() -> tuple[_Shape, ...]:
     text = (files("rostra.models") / "shapes.yaml").read_text(encoding="utf-8")
-    families = YAML(typ="safe", pure=True).load(text)
-    return tuple(
-        (name, family, values)
-        for family, models in families.items()
-        for name, values in models.items()
-    )
+    found = []
+    for family, models in YAML(typ="safe", pure=True).load(text).items():
+        for name, values in models.items():
+            others = values.pop("also", {})
+            found.append(_Shape(name, family, values))
+            for other in others:
+                changes = others[other] if isinstance(others, dict) else {}
+                found.append(_Shape(other, family, values | changes))
+    return tuple(found)
 
 
 @functools.cache
-def _keys() -> dict[str, tuple[str, str, dict[str, Any]]]:
-    """Entries by the keys of their names; an earlier entry keeps a key that two have."""
-    found: dict[str, tuple[str, str, dict[str, Any]]] = {}
-    for entry in _table():
-        for name in (entry[0], *entry[2].get("also", ())):
-            for written in (name, name.rpartition("/")[2]):
-                found.setdefault(_key(written), entry)
+def _by_key() -> dict[str, _Shape]:
+    """Shapes by the keys of their names; the first keeps a key that two have."""
+    found: dict[str, _Shape] = {}
+    for shape in _table():
+        for name in (shape.name, shape.name.rpartition("/")[2]):
+            found.setdefault(_key(name), shape)
     return found
 
 
@@ -86,15 +96,14 @@ def _key(name: str) -> str:
 
 
 def _from_table(name: str, length: int | None) -> PretrainedConfig | None:
-    known = _keys()
-    entry = known.get(_key(name)) or known.get(_key(name.rpartition("/")[2]))
-    if entry is None:
+    known = _by_key()
+    shape = known.get(_key(name)) or known.get(_key(name.rpartition("/")[2]))
+    if shape is None:
         return None
-    _, family, values = entry
-    values = {key: value for key, value in values.items() if key != "also"}
-    if family == "gpt2" and length is not None:
+    values = dict(shape.values)
+    if shape.family == "gpt2" and length is not None:
         values.setdefault("n_positions", length)
-    return AutoConfig.for_model(family, **values)
+    return AutoConfig.for_model(shape.family, **values)
 
 
 def _from_disk(path: Path) -> PretrainedConfig | None:
