@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from rostra.hardware import (
 )
 from rostra.hardware.catalogue import known
 from rostra.hardware.quantity import quantity
+from support import REPOSITORY
 
 
 @pytest.mark.parametrize(
@@ -104,6 +106,22 @@ def test_a_part_of_a_node_has_a_part_of_its_host() -> None:
     assert half.link == whole.link and half.host_link == whole.host_link
 
 
+def test_the_documented_table_is_the_catalogue() -> None:
+    page = (REPOSITORY / "docs" / "hardware.md").read_text()
+    for name in device_names():
+        cluster = read_cluster(name)
+        device, usual = cluster.device, known().device(name)["devices"]
+        kind = "bf16" if "bf16" in device.flops else "fp16"
+        peak = f"{device.flops[kind] / 1e12:.4g}" + ("" if kind == "bf16" else " (fp16)")
+        price = "" if cluster.price_per_hour is None else f"{cluster.price_per_hour:.2f}"
+        row = (
+            f"| {name} | {device.memory_bytes / 2**30:.1f} | {peak} | "
+            f"{device.bandwidth / 1e9:.0f} | {usual} | {cluster.node.link.name} | "
+            f"{cluster.network.bandwidth * 8e-9:.4g} | {price} |"
+        )
+        assert row in page, row
+
+
 def test_a_price_of_ones_own_wins() -> None:
     assert read_cluster("8xH100", price=2.5).price_per_hour == 2.5
     assert read_cluster("8xH100", price=0).price_per_hour == 0
@@ -159,6 +177,15 @@ def test_a_device_of_ones_own(tmp_path: Path) -> None:
     assert cluster.node.nvme_bytes == 0
     assert (cluster.price_per_hour, cluster.currency) == (1.5, "EUR")
     assert read_cluster(str(path), price=1).price_per_hour == 1
+
+
+def test_the_documented_files_are_read(tmp_path: Path) -> None:
+    page = (REPOSITORY / "docs" / "hardware.md").read_text()
+    files = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    for index, text in enumerate(files):
+        (tmp_path / f"{index}.yaml").write_text(text)
+        read_cluster(str(tmp_path / f"{index}.yaml"))
+    assert len(files) == 2
 
 
 def test_a_known_device_with_changes(tmp_path: Path) -> None:
