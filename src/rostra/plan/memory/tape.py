@@ -1,0 +1,237 @@
+"""A layer's forward pass as sizes alone, and what of it lives when, forward and backward.
+
+Autograd keeps a tensor while an operation that comes later needs it, or one that goes backward;
+a gradient from the first operation that gives it to the one that takes it. A `Tape` is told
+the operations of a layer and what each saves, and finds the bytes between the two passes and at
+the peak of either, with any stretch of it computed again (Chen et al. 2016, arXiv:1604.06174).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(eq=False)
+class Value:
+    """A tensor: its bytes, and whether a gradient flows to it."""
+
+    size: float
+    flows: bool = True
+    base: Value | None = None  # in whose memory it lies: a view
+    weight: bool = False  # a parameter, whose own memory is counted elsewhere
+    cast: bool = False  # a parameter in 16 bits, which autocast keeps to the end of the pass
+
+    @property
+    def owner(self) -> Value:
+        return self if self.base is None else self.base.owner
+
+
+@dataclass(frozen=True)
+class Step:
+    """An operation. Backward it makes a gradient of the size of each input to which one flows,
+    but for those in `passes`, whose gradient is that of the output itself."""
+
+    inputs: tuple[Value, ...]
+    output: Value
+    saves: tuple[Value, ...]
+    passes: tuple[Value, ...]
+    scratch: float  # bytes of temporary results backward
+    before: float  # and forward
+    dear: bool  # whose result is kept where cheap ones are computed again
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Bytes of a layer: each peak with all that lives of the layer then, its input and output
+    (backward, their gradients) too."""
+
+    kept: float  # from one pass to the other, the layer's input among it
+    casts: float  # of parameters, that only autocast keeps, to the end of the forward pass
+    forward: float
+    backward: float
+    left: float  # gradients of parameters after the backward pass
+
+
+@dataclass
+class Tape:
+    """The operations of a layer in their order."""
+
+    steps: list[Step] = field(default_factory=list)
+
+    def run(
+        self,
+        *inputs: Value,
+        size: float,
+        saves: Iterable[Value] = (),
+        passes: Iterable[Value] = (),
+        scratch: float = 0.0,
+        before: float = 0.0,
+        dear: bool = False,
+        view: bool = False,
+        cast: bool = False,
+    ) -> Value:
+        """Add an operation; gives its output, which as a `view` lies in the first input."""
+        flows = any(x.flows for x in inputs)
+        output = Value(size, flows, inputs[0] if view else None, cast=cast)
+        kept = tuple(saves) if flows else ()
+        self.steps.append(Step(inputs, output, kept, tuple(passes), scratch, before, dear))
+        return output
+
+    def profile(
+        self,
+        start: Value,
+        again: Sequence[range] = (),
+        *,
+        dear: bool = False,
+        collected: bool = False,
+    ) -> Profile:
+        """Of the layer whose input is `start`, the steps of each stretch in `again` being run
+        once more in the backward pass, but, if `dear` are kept, for those. Where gradients are
+        `collected`, something takes each parameter's away at once."""
+        player = _Player(self.steps, again, dear, collected)
+        return player.play(start)
+
+
+class _Live:
+    """Memory that is held for reasons, each of which lets go of it once."""
+
+    def __init__(self) -> None:
+        self.now = self.highest = 0.0
+        self.reasons: Counter[Value] = Counter()
+
+    def hold(self, value: Value) -> None:
+        owner = value.owner
+        if owner.weight:
+            return
+        self.reasons[owner] += 1
+        if self.reasons[owner] == 1:
+            self.now += owner.size
+            self.highest = max(self.highest, self.now)
+
+    def drop(self, value: Value) -> None:
+        owner = value.owner
+        if owner.weight:
+            return
+        self.reasons[owner] -= 1
+        if not self.reasons[owner]:
+            self.now -= owner.size
+
+    def peek(self, more: float) -> None:
+        self.highest = max(self.highest, self.now + more)
+
+
+class _Player:
+    """A layer's two passes."""
+
+    def __init__(
+        self, steps: list[Step], again: Sequence[range], dear: bool, collected: bool
+    ) -> None:
+        self.steps, self.again = steps, again
+        self.dear, self.collected = dear, collected
+        self.stretch = {i: stretch for stretch in again for i in stretch}
+        self.live = _Live()
+        self.gradients: dict[Value, Value] = {}  # and the memory that each lies in
+        self.left = 0.0
+
+    def play(self, start: Value) -> Profile:
+        live, end = self.live, self.steps[-1].output
+        live.hold(start)
+        casts = self._forward(range(len(self.steps)), saving=False)
+        forward, with_casts = live.highest, live.now
+        for value in casts:
+            live.drop(value)
+        without = live.now
+        live.drop(end)
+        kept, live.highest = live.now, live.now
+        self._give(end, self._new(end.size))
+        for index in reversed(range(len(self.steps))):
+            stretch = self.stretch.get(index)
+            if stretch is not None and index == stretch[-1]:
+                for value in self._forward(stretch, saving=True):
+                    live.drop(value)
+            self._backward(self.steps[index])
+            if stretch is not None and index == stretch[0]:
+                self._let_go(stretch)
+        return Profile(kept, with_casts - without, forward, live.highest, self.left)
+
+    def _forward(self, indices: range, saving: bool) -> list[Value]:
+        """Run some steps; gives the casts that autocast holds after them. `saving` is the second
+        time, when what a stretch starts from is held already."""
+        live, casts = self.live, []
+        last = {x: i for i in indices for x in self.steps[i].inputs}
+        made: set[Value] = set()
+        for index in indices:
+            step, stretch = self.steps[index], self.stretch.get(index)
+            if stretch is not None and not saving:
+                for value in self._held(stretch) if index == stretch[0] else ():
+                    live.hold(value)
+                if self.dear and step.dear:
+                    live.hold(step.output)
+            live.hold(step.output)
+            live.peek(step.before)
+            made.add(step.output)
+            casts += [step.output] if step.output.cast else []
+            for value in step.saves if saving or stretch is None else ():
+                live.hold(value)
+            done = {x for x in step.inputs if last[x] == index and not x.cast}
+            for value in done if not saving else done & made:
+                live.drop(value)
+            if saving and step.output not in last:
+                live.drop(step.output)
+        return casts
+
+    def _held(self, stretch: range) -> set[Value]:
+        """What a stretch needs from before it."""
+        steps = [self.steps[i] for i in stretch]
+        return {x for step in steps for x in step.inputs} - {step.output for step in steps}
+
+    def _let_go(self, stretch: range) -> None:
+        """The backward pass has gone through a stretch."""
+        for value in self._held(stretch):
+            self.live.drop(value)
+        for index in stretch if self.dear else ():
+            if self.steps[index].dear:
+                self.live.drop(self.steps[index].output)
+
+    def _backward(self, step: Step) -> None:
+        if not step.output.flows:
+            return
+        gradient = self.gradients.pop(step.output)
+        new = [(x, self._new(x.size)) for x in step.inputs if x.flows and x not in step.passes]
+        self.live.peek(step.scratch)
+        for value in step.passes:
+            if value.flows:
+                self.live.hold(gradient)
+                new.append((value, gradient))
+        self.live.drop(gradient)
+        for value in step.saves:
+            self.live.drop(value)
+        for value, memory in new:
+            self._give(value, memory)
+
+    def _new(self, size: float) -> Value:
+        memory = Value(size)
+        self.live.hold(memory)
+        return memory
+
+    def _give(self, value: Value, memory: Value) -> None:
+        """A gradient of `value`, to be added to what there is: in place, where nothing else has
+        that memory."""
+        live = self.live
+        if value.weight:
+            if self.collected:
+                live.drop(memory)
+            else:
+                self.left += value.size
+            return
+        before = self.gradients.get(value)
+        if before is None:
+            self.gradients[value] = memory
+        elif live.reasons[before] == 1:
+            live.drop(memory)
+        else:
+            self.gradients[value] = self._new(value.size)
+            live.drop(before)
+            live.drop(memory)
