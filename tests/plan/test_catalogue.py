@@ -40,6 +40,13 @@ from support import REPOSITORY
         ("a100", "1xA100-80GB"),
         ("NVIDIA A100-SXM4-40GB", "1xA100-40GB"),
         ("72xGB200", "72xGB200"),
+        ("1x16xV100", "1x16xV100-16GB"),
+        ("80GB A100 SXM4", "1xA100-80GB"),
+        ("A100 40G", "1xA100-40GB"),
+        ("h100_96gb_hbm2e_500w", "1xH100-96GB"),
+        ("4090", "1xRTX-4090"),
+        ("2x4090", "2xRTX-4090"),
+        ("2x 3090 Ti", "2xRTX-3090-Ti"),
     ],
 )
 def test_names_are_read_however_they_are_written(text: str, name: str) -> None:
@@ -327,7 +334,7 @@ def test_gpus_of_this_machine_are_the_catalogue_s(monkeypatch: pytest.MonkeyPatc
     [  # peaks of data sheets
         ("NVIDIA GeForce RTX 4070", (8, 9), 46, 2475e3, 58.3e12),
         ("NVIDIA L40 (unheard-of)", (8, 9), 142, 2490e3, 362.1e12),
-        ("NVIDIA H800", (9, 0), 132, 1830e3, 989.4e12),
+        ("NVIDIA H100 unheard-of", (9, 0), 132, 1830e3, 989.4e12),
         ("NVIDIA A800", (8, 0), 108, 1410e3, 312e12),
     ],
 )

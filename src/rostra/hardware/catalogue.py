@@ -7,6 +7,7 @@ import difflib
 import functools
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -68,13 +69,25 @@ class Entry(Section):
 
 _LINKS = ("link", "host_link", "network")
 _REFERENCES = ("like", "node")
-_MAKERS = re.compile(r"^(nvidia|amd|geforce|tesla|quadro|instinct)+")
-_SPEC = re.compile(r"\s*(?:(\d+)\s*[x×*]\s*)?(?:(\d+)\s*[x×*]\s*)?(\S.*?)\s*", re.IGNORECASE)
+_FILLERS = frozenset(
+    "nvidia amd geforce tesla quadro instinct gpu tensor core accelerator generation".split()
+)
+_TIMES = r"(?:(\d+)\s*[x×*]\s*)?"
+_SPEC = re.compile(rf"\s*{_TIMES}{_TIMES}(\S.*?)\s*", re.IGNORECASE)
+
+
+def _words(name: str) -> list[str]:
+    """What tells a name apart: `NVIDIA GeForce RTX 4090` is `rtx`, `4090`; `80G` is `80gb`."""
+    words = re.findall(r"[a-z0-9]+", name.lower())
+    return [re.sub(r"^(\d+)gi?b?$", r"\1gb", x) for x in words if x not in _FILLERS]
 
 
 def _plain(name: str) -> str:
-    """A name without case, punctuation and makers: `NVIDIA GeForce RTX 4090` is `rtx4090`."""
-    return _MAKERS.sub("", re.sub(r"[^a-z0-9]", "", name.lower()))
+    return "".join(_words(name))
+
+
+def _sorted(name: str) -> str:
+    return " ".join(sorted(_words(name)))
 
 
 class Catalogue:
@@ -84,17 +97,21 @@ class Catalogue:
         self._tables = tables
         self._names: dict[str, dict[str, str]] = {}
         for kind, table in tables.items():
-            self._names[kind] = {_plain(name): name for name in table}
+            found = {_plain(name): name for name in table}
             for name, values in table.items():
-                for alias in values.get("aliases", ()):
-                    self._names[kind][_plain(alias)] = name
+                for written in (name, *values.get("aliases", ())):
+                    found.setdefault(_plain(written), name)
+                    found.setdefault(_sorted(written), name)
+            self._names[kind] = found
 
     def names(self) -> list[str]:
         """All devices, as the catalogue writes them."""
         return list(self._tables["devices"])
 
     def find(self, kind: str, name: str) -> str | None:
-        return self._names[kind].get(_plain(name))
+        """The name that is meant; words may stand in another order (`80GB A100`)."""
+        names = self._names[kind]
+        return names.get(_plain(name)) or names.get(_sorted(name))
 
     def near(self, kind: str, name: str) -> list[str]:
         """The names most like `name`, the nearest first."""
@@ -153,15 +170,19 @@ def read_cluster(text: str, price: float | None = None) -> Cluster:
     if Path(text).suffix.lower() in (".yaml", ".yml"):
         return cluster_of(_own(Path(text)), price)
     found = _SPEC.fullmatch(text)
-    name = None if found is None else known().find("devices", found[3])
+    written = "" if found is None else found[3]
+    name = known().find("devices", written)
     if found is None or name is None:
-        raise RequestError(_unknown(text, "" if found is None else found[3]))
+        raise RequestError(_unknown(text, written))
     usual = Entry.model_validate(known().device(name))
     counts = [int(count) for count in found.groups()[:2] if count is not None]
     if 0 in counts:
         raise RequestError(f"hardware = {text!r}: there must be one device at the least")
     nodes, devices = _divided(counts, usual.devices, name, text)
-    return cluster_of(_part(usual, devices, nodes), price)
+    cluster = cluster_of(_part(usual, devices, nodes), price)
+    if nodes == 1 and devices > usual.devices:  # a name that means the same when it is read
+        return replace(cluster, name=f"1x{cluster.name}")
+    return cluster
 
 
 def _unknown(text: str, name: str) -> str:
