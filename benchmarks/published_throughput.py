@@ -32,7 +32,6 @@ from rostra.plan.time import TimeModel
 
 FOLDER = Path(__file__).parents[1] / "../shared/data/published"
 PARTS = ("compute", "memory", "recompute", "bubble", "optimizer", "overhead")
-FAR = 128  # GPUs from which llm-foundry's runs on H100s used the settings of sweep.py
 
 # llm-foundry: FSDP of PyTorch 2.0 with bf16 activations, fused LayerNorm and cross-entropy,
 # FlashAttention in Triton; `mixed_precision` DEFAULT reduces gradients in float32, PURE in bf16.
@@ -107,8 +106,6 @@ def foundry(path: Path) -> Iterator[Row]:
         conventions = FOUNDRY
         if row["precision"] == "bf16":
             conventions = replace(conventions, reduction_bytes=2)
-        if gpus >= FAR and kind == "H100" and row["model"] not in ("13b", "30b"):
-            conventions = replace(conventions, attention="flash")
         layout = Layout(
             number["micro_batch_size"],
             number["grad_accumulation"],

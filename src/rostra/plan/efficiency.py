@@ -23,14 +23,17 @@ class Efficiency:
     """Shares of the peaks of a `Device` and its links, as curves over log2 of a size."""
 
     products: dict[str, Curve] = field(hash=False)  # by precision, over a product's operations
-    attention: Curve  # of the peak of its precision, over positions; heads of 128 numbers
+    attention: dict[str, Curve] = field(hash=False)  # likewise, over positions; heads of 128
     head_size: Curve = ALWAYS  # of `attention`, over numbers of a head
+    masked: Curve = ALWAYS  # of `attention`, with a mask between documents, over positions
     epilogue: float = 0.0  # of writing a product's result, what its computing does not hide
     bandwidth: Curve = ALWAYS  # of the memory's, over the bytes that an operation moves
+    loss: float = 1.0  # of `bandwidth`, by operations on logits
     optimizer: float = 1.0  # of the memory's bandwidth, by the optimizer's step
     launch: float = 0.0  # seconds in which the host starts one operation
     ahead: bool = True  # the host starts operations while the device still computes others
     link: float = 1.0  # of the bandwidth of links in a node, by collectives
+    collectives: dict[str, float] = field(default_factory=dict, hash=False)  # of `link`, by kind
     network: float = 1.0  # of the bandwidth between nodes
     host: float = 1.0  # of the bandwidth between a device and its host
     contention: float = 0.0  # of collectives that overlap, what computing loses to them
@@ -38,6 +41,10 @@ class Efficiency:
     def product(self, precision: str) -> Curve:
         """Of products of matrices in `precision`; of bf16 where it has no curve of its own."""
         return self.products.get(precision) or self.products["bf16"]
+
+    def attend(self, precision: str) -> Curve:
+        """Of attention in `precision`; of bf16 where it has no curve of its own."""
+        return self.attention.get(precision) or self.attention["bf16"]
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -49,11 +56,18 @@ class Efficiency:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """From what `to_dict` gave, or a table of `efficiency.yaml`: curves are tables of share
-        by log2 of the size, or one number for all sizes."""
-        curves = ("attention", "head_size", "bandwidth")
+        by log2 of the size, or one number for all sizes; those of attention may be one for all
+        precisions."""
+        curves = ("head_size", "masked", "bandwidth")
         read = {name: _curve(values[name]) for name in curves if name in values}
-        products = {str(kind): _curve(points) for kind, points in values["products"].items()}
-        return cls(**{**values, **read, "products": products})
+        attention = values["attention"]
+        if "bf16" not in attention:
+            attention = {"bf16": attention}
+        products, attention = (
+            {str(kind): _curve(points) for kind, points in table.items()}
+            for table in (values["products"], attention)
+        )
+        return cls(**{**values, **read, "products": products, "attention": attention})
 
 
 def _curve(points: Any) -> Curve:
@@ -70,16 +84,17 @@ def _plain(value: Any) -> Any:
 
 def typical(device: Device) -> Efficiency:
     """What is usual for a device of this kind; see `architecture`."""
-    table = _tables()[architecture(device)]
-    found = Efficiency.from_dict({k: v for k, v in table.items() if k not in ("source", "devices")})
-    sustained = table.get("devices", {}).get(device.name)
-    if sustained is None:
-        return found
-    products = {
-        kind: Curve(tuple((size, min(share, sustained)) for size, share in curve.points))
-        for kind, curve in found.products.items()
-    }
-    return replace(found, products=products)
+    table = dict(_tables()[architecture(device)])
+    del table["source"]
+    clock = table.pop("clock", {}).get(device.name, 1.0)
+    found = Efficiency.from_dict(table)
+    products = {kind: _times(curve, clock) for kind, curve in found.products.items()}
+    attention = {kind: _times(curve, clock) for kind, curve in found.attention.items()}
+    return replace(found, products=products, attention=attention)
+
+
+def _times(curve: Curve, factor: float) -> Curve:
+    return Curve(tuple((size, factor * share) for size, share in curve.points))
 
 
 def architecture(device: Device) -> str:

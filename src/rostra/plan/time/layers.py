@@ -111,8 +111,10 @@ class Kernels:
 
     def attention(self, operations: float, length: float, size: int, precision: str) -> float:
         """Of fused attention over `length` positions, heads of `size` numbers."""
-        share = self.efficiency.attention(log2(length)) * self.efficiency.head_size(log2(size))
-        return operations / (self.peak("bf16" if precision == "fp8" else precision) * share)
+        precision = "bf16" if precision == "fp8" else precision
+        share = self.efficiency.attend(precision)(log2(length))
+        share *= self.efficiency.head_size(log2(size))
+        return operations / (self.peak(precision) * share)
 
     def moved(self, size: float) -> float:
         """Of reading and writing `size` bytes."""
@@ -190,6 +192,8 @@ class LayerTimes:
             return 2 * one + moved[0], 4 * one + moved[1]
         operations = 4.0 * heads * self.work.pairs(layer, length) * sizes.head_size
         seconds = self.kernels.attention(operations, length, sizes.head_size, precision)
+        if self.job.config.data.isolate_documents:
+            seconds /= self.efficiency.masked(log2(length))
         seconds /= FLASH1 if kind == "flash1" else 1
         return seconds, 2.5 * seconds
 
@@ -259,7 +263,7 @@ class LayerTimes:
         trained = layout.adapter == "none"
         head = self.kernels.product(rows, sizes.hidden, columns, precision)
         fused = layout.compile or self.conventions.fused
-        moved = rows * columns * (FUSED_LOGIT if fused else LOGIT)
+        moved = rows * columns * (FUSED_LOGIT if fused else LOGIT) / self.efficiency.loss
         moved += rows * sizes.hidden * stream * 5
         if trained:
             moved += 2 * 4 * sizes.embedding / layout.tensor  # the embedding's dense gradient

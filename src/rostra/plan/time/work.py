@@ -95,38 +95,37 @@ class Work:
         return max((x.inputs for x in layer.linears), default=self.job.sizes.intermediate)
 
     def pointwise(
-        self, layer: Layer, tensor: int, stream: int, computed: int, fused: bool
+        self, layer: Layer, tensor: int, stream: int, computed: int, merged: bool
     ) -> Bytes:
         """Bytes for a row, counting each tensor that an operation reads or writes.
 
         `stream` bytes have numbers between the blocks (residuals, norms), `computed` those
-        inside. Fused (torch.compile, or kernels made for it) what stands between two products
-        is read once and written once; by single operations every step passes over memory.
+        inside. Under torch.compile all that stands between two products is `merged`: read once
+        and written once.
         """
-        hidden = self.job.sizes.hidden / tensor
-        inner = self.inner(layer) / tensor
-        sizes = self.job.sizes
-        rotated = (sizes.heads + sizes.kv_heads) * sizes.head_size / tensor * self.rotary
-        casts = stream + computed if stream != computed else 0
-        read = sum(x.inputs == sizes.hidden for x in layer.linears)
-        if fused or self.conventions.fused:
-            norms = (2 * stream + 2 * computed, 3 * stream + 2 * computed)
-            mlp = (3, 6) if self.gated else (2, 3)
-            turn = (2, 2)
-            cast = (0, 0)
-        else:
-            norm = (7 * 4 + (stream == 2) * 8) if self.rms else 2 * stream
-            norms = (norm + 3 * stream, 2 * norm + 3 * stream)
-            mlp = (5, 9) if self.gated else (2, 3)
-            turn = (8, 10)
-            cast = (casts * read, casts * read)
-        biased = sum(x.outputs for x in layer.linears if x.bias) / tensor  # sums over all rows
-        forward = hidden * (2 * norms[0] + cast[0])
-        backward = hidden * (2 * norms[1] + cast[1]) + computed * biased
-        return Bytes(
-            forward + computed * (mlp[0] * inner + turn[0] * rotated),
-            backward + computed * (mlp[1] * inner + turn[1] * rotated),
+        sizes, computed_norm = self.job.sizes, 2 * computed
+        own = self.conventions.fused  # norms and rotary embeddings have kernels of their own
+        residual = 3 * stream
+        if merged:
+            norm = (2 * stream + computed_norm, 3 * stream + computed_norm)
+        elif own or not self.rms:  # the gradients of scale and bias read their inputs again
+            norm = (2 * stream + residual, 5 * stream + residual)
+        else:  # six operations in float32
+            norm = (28 + 4 * (stream == 2) + residual, 56 + 8 * (stream == 2) + residual)
+        gate = (3, 6) if merged else (5, 9)
+        turn = (2, 2) if merged or own else (8, 10)
+        act = gate if self.gated else (2, 3)
+        cast = 0.0  # of what the products read, by autocast
+        if stream != computed and not merged:
+            cast = (stream + computed) * sum(x.inputs == sizes.hidden for x in layer.linears)
+        biased = sum(x.outputs for x in layer.linears if x.bias)  # their gradients: sums over rows
+        rotated = (sizes.heads + sizes.kv_heads) * sizes.head_size * self.rotary
+        inner = self.inner(layer)
+        forward, backward = (
+            sizes.hidden * (2 * norm[i] + cast) + computed * (act[i] * inner + turn[i] * rotated)
+            for i in range(2)
         )
+        return Bytes(forward / tensor, (backward + computed * biased) / tensor)
 
     def launches(self, layer: Layer, fused: bool) -> float:
         """Operations that a layer's forward pass starts; a backward pass starts twice as many."""
