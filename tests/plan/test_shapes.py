@@ -142,10 +142,10 @@ def test_variants_keep_what_differs() -> None:
     assert sizes_of(short).parameters == sizes_of(long).parameters
 
 
-def test_a_length_raises_positions_and_fills_those_left_open() -> None:
-    assert find_shape("gpt2", 512).n_positions == 1024
-    assert find_shape("gpt2", 4096).n_positions == 4096
+def test_a_length_is_the_number_of_positions_where_that_is_open() -> None:
+    assert find_shape("gpt2", 4096).n_positions == 1024
     assert find_shape("llm-foundry/mpt-1b", 512).n_positions == 512
+    assert find_shape("llm-foundry/mpt-1b").n_positions == 1024
 
 
 def test_a_folder_or_config_file_wins(tmp_path: Path) -> None:

@@ -17,16 +17,14 @@ from rostra.errors import RequestError
 
 # What variants of one shape have in their names, at the beginning or at the end.
 _VARIANTS = re.compile(r"^meta-|-(hf|instruct|chat|base|it|pt|bnb|4bit|unsloth)(?=-|$)")
-# What families call the number of positions.
-_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
 
 
 def find_shape(name: str, length: int | None = None) -> PretrainedConfig:
     """The config of a model that `name` says: a folder with a config.json or such a file, a
     model of the table (shapes.yaml) by its id on the hub, or one in the hub's cache here.
 
-    For samples of `length`, the model has so many positions at the least; where the table leaves
-    their number open, as many. Nothing is downloaded, and no code of a model is run.
+    Where the table leaves the number of positions open, there are as many as `length`. Nothing
+    is downloaded, and no code of a model is run.
     Raises RequestError when there is no such model, with the nearest names.
     """
     shape = _from_disk(Path(name)) or _from_table(name, length) or _from_cache(name)
@@ -38,10 +36,6 @@ def find_shape(name: str, length: int | None = None) -> PretrainedConfig:
             "give a folder or config.json of the model (rostra.models.shape_names() lists what is "
             "known without)"
         )
-    text = shape.get_text_config()
-    for key in _POSITIONS:
-        if length is not None and (getattr(text, key, None) or length) < length:
-            setattr(text, key, length)
     return shape
 
 
