@@ -93,8 +93,7 @@ def test_every_entry_is_complete_and_lawful() -> None:
         # no device reads its own memory slower than others' through a link
         assert cluster.network.bandwidth <= node.link.bandwidth < device.bandwidth, name
         assert 1e-6 <= cluster.network.latency <= 1e-4, name
-        priced = known().device(name)
-        assert (priced.get("price_per_hour") is None) or priced.get("price_source"), name
+        assert cluster.price_per_hour is None or cluster.price_source, name
 
 
 def test_figures_are_those_of_the_data_sheets() -> None:
@@ -130,7 +129,8 @@ def test_the_documented_table_is_the_catalogue() -> None:
 
 
 def test_a_price_of_ones_own_wins() -> None:
-    assert read_cluster("8xH100", price=2.5).price_per_hour == 2.5
+    given = read_cluster("8xH100", price=2.5)
+    assert (given.price_per_hour, given.price_source) == (2.5, "")
     assert read_cluster("8xH100", price=0).price_per_hour == 0
     with pytest.raises(RequestError, match="zero or more"):
         read_cluster("8xH100", price=-1)
@@ -197,9 +197,13 @@ def test_the_documented_files_are_read(tmp_path: Path) -> None:
 
 def test_a_known_device_with_changes(tmp_path: Path) -> None:
     path = tmp_path / "ours.yaml"
-    path.write_text("like: H100\nname: H100 at 500 W\nwatts: 500\nnodes: 4\nnetwork: EFA 400\n")
+    path.write_text(
+        "like: H100\nname: H100 at 500 W\nwatts: 500\nnodes: 4\nnetwork: EFA 400\n"
+        "price_per_hour: 2\n"
+    )
     ours, plain = read_cluster(str(path)), read_cluster("4x8xH100")
     assert ours.network.latency == 20e-6
+    assert (ours.price_per_hour, ours.price_source) == (2, "")
     assert ours.name == "4x8xH100 at 500 W"
     changed = replace(plain.device, name="H100 at 500 W", watts=500)
     assert ours.device == changed and ours.node == replace(plain.node, device=changed)
@@ -261,7 +265,8 @@ def test_this_machine_without_a_calibration() -> None:
     cluster, hardware = this_cluster(), probe()
     assert cluster.devices == max(1, len(hardware.gpus))
     assert cluster.node.host_memory_bytes == hardware.memory_bytes
-    assert not cluster.calibrated and cluster.price_per_hour is None
+    assert not cluster.calibrated
+    assert (cluster.price_per_hour, cluster.price_source) == (None, "")
     assert cluster.device.flops["fp32"] > 0
     assert this_cluster(price=0.3).price_per_hour == 0.3
 
@@ -322,6 +327,7 @@ def test_gpus_of_this_machine_are_the_catalogue_s(monkeypatch: pytest.MonkeyPatc
     assert cluster.name == "2xA100-80GB"
     assert cluster.device.memory_bytes == 85_100_000_000
     assert cluster.node.link.name == "NVLink 3"
+    assert (cluster.price_per_hour, cluster.price_source) == (None, "")
     assert cluster.node.host_memory_bytes == found.memory_bytes
     assert this_cluster(ranks=1).devices == 1
     with pytest.raises(RequestError, match="3 ranks: this machine has 2 A100-80GB"):

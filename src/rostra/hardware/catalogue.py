@@ -132,6 +132,8 @@ class Catalogue:
             whole |= self.device(self._known("devices", "like", like))
         if (node := values.get("node")) is not None:
             whole |= self._tables["nodes"][self._known("nodes", "node", node)]
+        if "price_per_hour" in values:  # another's source is not that of one's own price
+            whole["price_source"] = ""
         whole |= {k: v for k, v in values.items() if k not in (*_REFERENCES, "aliases")}
         for key in _LINKS:
             if isinstance(link := whole.get(key), str):
@@ -253,6 +255,7 @@ def cluster_of(entry: Entry, price: float | None = None, calibrated: bool = Fals
         nodes=entry.nodes,
         network=network,
         price_per_hour=entry.price_per_hour if price is None else price,
+        price_source=entry.price_source if price is None else "",
         currency=entry.currency,
         name=f"{several}{entry.devices}x{entry.name}",
         calibrated=calibrated,

@@ -79,6 +79,7 @@ class Cluster:
     nodes: int
     network: Link  # between nodes, for each device
     price_per_hour: float | None = None  # of one device
+    price_source: str = ""  # whose price it is, and of when; empty for one that was given
     currency: str = "USD"
     name: str = ""
     calibrated: bool = False  # whether figures were measured on the machine itself

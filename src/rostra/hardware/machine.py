@@ -53,7 +53,7 @@ def this_cluster(
     gpus = len(hardware.gpus) if best_device().type == "cuda" else 0
     found = _gpu_entry(hardware) if gpus else _processors(hardware)
     values = load_calibration(hardware, notice) or {}
-    whole = found | {"devices": gpus or 1, "price_per_hour": None}
+    whole = found | {"devices": gpus or 1, "price_per_hour": None, "price_source": ""}
     whole |= {"nvme": hardware.free_disk_bytes} | _measured(values, ranks or gpus or 1, gpus > 0)
     entry = Entry.model_validate(known().complete(whole))
     return cluster_of(_shared(entry, ranks), price, calibrated=bool(values))
@@ -72,13 +72,13 @@ def _shared(entry: Entry, ranks: int | None) -> Entry:
 
 
 def _gpu_entry(hardware: Hardware) -> dict[str, Any]:
-    gpu = hardware.gpus[0]
+    gpu = min(hardware.gpus, key=lambda x: x.memory_bytes)  # all ranks must fit
     own = {"memory": gpu.memory_bytes, "host_memory": hardware.memory_bytes}
     if (name := known().find("devices", gpu.name)) is not None:
         return known().device(name) | own
     import torch
 
-    about = torch.cuda.get_device_properties(0)
+    about = torch.cuda.get_device_properties(hardware.gpus.index(gpu))
     capability = gpu.compute_capability or (7, 0)
     least = min(_MULTIPROCESSOR)
     known_as = max((c for c in _MULTIPROCESSOR if c <= capability), default=least)
