@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rostra.config import Config, Translation, config_from_dict, read_axolotl, read_config
 from rostra.errors import RequestError
@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # imported inside the verbs: a mistake in a config is answere
     from rostra.data.progress import Progress
     from rostra.events import Listener
     from rostra.generate import Sampling
+    from rostra.plan.explain import Explanation
     from rostra.verify import Verification
 
 
@@ -127,6 +128,11 @@ class Run:
             documents,
             full,
         )
+
+    def plan(self, hardware: str | None = None, **asked: Any) -> Explanation:
+        """What fits, how fast, at what price, on `hardware` (`8xH100`, a YAML file) or here;
+        see `rostra.api.plan` for the rest."""
+        return plan(self.config, hardware=hardware, **asked)
 
     def train(
         self,
@@ -242,6 +248,42 @@ class Run:
 
         model, tokenizer = load_for_generation(str(self.path), notice)
         return generate_text(model, tokenizer, prompt, sampling or Sampling())
+
+
+def plan(
+    config: Config | None = None,
+    *,
+    model: str | None = None,
+    method: Literal["full", "lora", "qlora"] | None = None,
+    hardware: str | None = None,
+    price: float | None = None,
+    length: int | None = None,
+    global_batch: int | None = None,
+    tokens: int | None = None,
+    allow: Sequence[str] = (),
+    goal: Literal["fastest", "cheapest", "fewest"] = "fastest",
+    trace: bool = True,
+    notice: Callable[[str], None] = print,
+) -> Explanation:
+    """What fits, how fast, at what price: the plan of a config, or of a model by its name.
+
+    `method`, `length`, `global_batch` and `tokens` change what the config says, `price` what an
+    hour of a device costs; `allow` names techniques that may be used beside, such as `qlora` or
+    `int8-states`. `trace` checks the memory of the choice by running its engine without memory.
+    Raises RequestError for models, hardware and techniques that nobody knows. Nothing fitting
+    is an answer: `check()` of it raises NoLayoutFits.
+    """
+    from rostra.hardware import read_cluster, this_cluster
+    from rostra.plan.explain import explain
+    from rostra.plan.planner import make_plan
+    from rostra.plan.request import Request
+
+    cluster = (
+        read_cluster(hardware, price) if hardware else this_cluster(price=price, notice=notice)
+    )
+    asked = Request(model, method, length, global_batch, tokens)
+    job, notes = asked.job(config, cluster.devices)
+    return explain(make_plan(job, cluster, allow, goal, trace=trace, notes=notes))
 
 
 def migrate(source: str | Path, output: str | Path | None = None, ranks: int = 1) -> Translation:

@@ -219,6 +219,70 @@ def merge(
 
 
 @app.command()
+def plan(
+    config: Annotated[
+        Path | None, typer.Argument(help="the run's YAML file", metavar="[CONFIG]")
+    ] = None,
+    overrides: Overrides = [],  # noqa: B006
+    model: Annotated[
+        str | None, typer.Option(help="a well-known model, a folder or a config.json, as it is")
+    ] = None,
+    method: Annotated[str | None, typer.Option(help="full, lora or qlora")] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option(help="8xH100, 2xL4, 4x8xA100-80GB, a YAML file; this machine if not given"),
+    ] = None,
+    price: Annotated[
+        float | None, typer.Option(min=0.0, help="of a device for an hour, for the catalogue's")
+    ] = None,
+    length: Annotated[int | None, typer.Option(min=1, help="tokens of a sample")] = None,
+    global_batch: Annotated[int | None, typer.Option(min=1, help="samples of a step")] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="of the whole run")] = None,
+    allow: Annotated[
+        list[str],
+        typer.Option(
+            metavar="LIST",
+            help="what may be used beside: lora, qlora, int8-states, int4-states, fp8-states, "
+            "paged-int8-states, bf16-pure, fp8, bf16-reduction, in-backward, compile",
+        ),
+    ] = [],  # noqa: B006
+    goal: Annotated[str, typer.Option(help="fastest, cheapest or fewest (devices)")] = "fastest",
+    html: Annotated[Path | None, typer.Option(help="write the plan as a page, too")] = None,
+    trace: Annotated[
+        bool, typer.Option(help="check the memory of the choice by running it without memory")
+    ] = True,
+    as_json: Json = False,
+) -> None:
+    """Tell what fits, how fast and at what price, on any hardware, before anything is bought."""
+    from rostra.api import Run
+    from rostra.api import plan as make
+    from rostra.plan.explain import show
+
+    if goal not in ("fastest", "cheapest", "fewest"):
+        raise RequestError(f"--goal {goal}: give fastest, cheapest or fewest")
+    found = make(
+        None if config is None else Run.open(config, overrides).config,
+        model=model,
+        method=method,  # type: ignore[arg-type]  # looked at where it is used
+        hardware=hardware,
+        price=price,
+        length=length,
+        global_batch=global_batch,
+        tokens=tokens,
+        allow=allow,
+        goal=goal,  # type: ignore[arg-type]
+        trace=trace,
+        notice=_say,
+    )
+    if html is not None:
+        from rostra.plan.page import write_page
+
+        write_page(found, html)
+    _answer(found.to_dict(), as_json, lambda: show(found))
+    found.check()
+
+
+@app.command()
 def verify(
     config: ConfigFile,
     overrides: Overrides = [],  # noqa: B006
@@ -286,6 +350,17 @@ def doctor(as_json: Json = False) -> None:
 
     report = doctor_report()
     _answer(report, as_json, lambda: show_doctor(report))
+
+
+@app.command()
+def calibrate(as_json: Json = False) -> None:
+    """Measure this machine in about a minute, so that plans for it go by what it really does."""
+    from rostra.hardware.machine import save_calibration
+    from rostra.plan.calibrate import calibrate, show_calibration
+
+    found = calibrate(_say)
+    save_calibration(found.to_dict())
+    _answer(found.to_dict(), as_json, lambda: show_calibration(found))
 
 
 def _say(message: str) -> None:

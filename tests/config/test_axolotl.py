@@ -163,7 +163,7 @@ TRANSLATED: list[tuple[dict[str, Any], dict[str, Any]]] = [
      {"data.tokenizer.special": {"pad_token": "<p>"}, "data.tokenizer.added": ("<a>", "<b>")}),
     ({"deepspeed": "deepspeed_configs/zero2.json"},
      {"parallel.engine": "deepspeed", "parallel.sharding": "shard_grad_op",
-      "memory.offload.optimizer": "cpu", "memory.offload.parameters": "none"}),
+      "memory.offload.optimizer": "cpu", "memory.offload.parameters": "auto"}),
     ({"fsdp": "full_shard auto_wrap", "fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD"}},
      {"parallel.sharding": "hybrid_shard"}),
     ({"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": False, "offload_params": True,

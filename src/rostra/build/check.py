@@ -21,12 +21,8 @@ def check_layout(config: Config, layout: Layout, shape: PretrainedConfig) -> Non
     check_pipeline(layout, shape.get_text_config().num_hidden_layers)
     if layout.pipeline > 1:
         check_stages(shape)
-    _check_optimizer(config.optimizer.name, layout)
-    if layout.pipeline_schedule == "zero_bubble" and shape.model_type == "gpt2":
-        raise RequestError(
-            "parallel.schedule = zero_bubble: a gpt2's fused projections give views, which a split "
-            "backward pass cannot detach; set parallel.schedule: 1f1b"
-        )
+    check_optimizer(config.optimizer.name, layout)
+    check_schedule(shape, layout)
     if layout.data > size:
         raise RequestError(
             f"train.global_batch_size = {size}: leaves some of the {layout.data} data ranks "
@@ -35,7 +31,17 @@ def check_layout(config: Config, layout: Layout, shape: PretrainedConfig) -> Non
         )
 
 
-def _check_optimizer(name: str, layout: Layout) -> None:
+def check_schedule(shape: PretrainedConfig, layout: Layout) -> None:
+    """Raises RequestError for a schedule that a model of this family does not go through."""
+    if layout.pipeline_schedule == "zero_bubble" and shape.model_type == "gpt2":
+        raise RequestError(
+            "parallel.schedule = zero_bubble: a gpt2's fused projections give views, which a split "
+            "backward pass cannot detach; set parallel.schedule: 1f1b"
+        )
+
+
+def check_optimizer(name: str, layout: Layout) -> None:
+    """Raises RequestError for an optimizer that cannot update what `layout` leaves on a rank."""
     matrices = name in ("muon", "adafactor")
     if matrices and layout.engine == "deepspeed":
         raise RequestError(

@@ -181,15 +181,17 @@ def _checkpointing(value: Any) -> Any:
 Checkpointing = Annotated[
     str,
     BeforeValidator(_checkpointing),
-    Field(pattern=r"^(none|full|offload|selective:(attention|mlp|operations)|every:[1-9]\d*)$"),
+    Field(
+        pattern=r"^(auto|none|full|offload|selective:(attention|mlp|operations)|every:[1-9]\d*)$"
+    ),
 ]
 
 
 class OffloadTable(Section):
-    """What waits outside of the device while it is not needed."""
+    """What waits outside of the device while it is not needed. `auto` is decided by the plan."""
 
-    parameters: Literal["none", "cpu", "nvme"] = "none"
-    optimizer: Literal["none", "cpu", "nvme"] = "none"
+    parameters: Literal["auto", "none", "cpu", "nvme"] = "auto"
+    optimizer: Literal["auto", "none", "cpu", "nvme"] = "auto"
     path: str | None = Field(None, description="the folder on NVMe")
 
 
@@ -197,9 +199,10 @@ class MemorySection(Section):
     """What is traded for memory: time, precision of states, transfers."""
 
     activation_checkpointing: Checkpointing = Field(
-        "none",
+        "auto",
         description="none, full, selective (or selective:attention, selective:mlp, "
-        "selective:operations), every:N layers, or offload to the host",
+        "selective:operations), every:N layers, or offload to the host; auto: what the plan finds "
+        "fastest",
     )
     offload: OffloadTable = OffloadTable()
     optimizer_states: Literal["fp32", "int8", "int4", "fp8", "paged_int8"] = "fp32"

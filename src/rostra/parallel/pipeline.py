@@ -61,10 +61,10 @@ def check_pipeline(layout: Layout, layers: int) -> None:
             + ("" if layers >= layout.stages else " with parallel.stages: 1")
         )
     given = layout.accumulation
-    if _takes(layout, given):
+    if takes(layout, given):
         return
     nearest = min(
-        (n for n in range(1, given + ranks + 1) if _takes(layout, n)), key=lambda n: abs(n - given)
+        (n for n in range(1, given + ranks + 1) if takes(layout, n)), key=lambda n: abs(n - given)
     )
     raise RequestError(
         f"parallel.schedule = {layout.pipeline_schedule}: a rank has {given} micro batches in a "
@@ -74,8 +74,8 @@ def check_pipeline(layout: Layout, layers: int) -> None:
     )
 
 
-def _takes(layout: Layout, micro_batches: int) -> bool:
-    """Whether the schedule runs so many micro batches."""
+def takes(layout: Layout, micro_batches: int) -> bool:
+    """Whether the layout's schedule runs so many micro batches."""
     if layout.pipeline_schedule == "1f1b":
         return micro_batches >= layout.pipeline
     if layout.pipeline_schedule in SEVERAL:

@@ -10,11 +10,11 @@ from typing import Any, Literal
 import torch
 
 from rostra.config import Config
-from rostra.config.deepspeed import layout_keys, read_deepspeed
-from rostra.config.schema import MemorySection, ParallelTable
+from rostra.config.schema import ParallelTable
 from rostra.errors import RequestError
 from rostra.hardware import can_compile, supports
-from rostra.layout import AXES, Compute, Layout, explain
+from rostra.layout import Compute, Layout, explain
+from rostra.plan.axes import as_in_file, choose_axes
 
 COMPILE_SECONDS = 40.0  # seen on CPUs for compiled layers and loss, forward and backward
 COMPILE_GAIN = 0.3  # share of an uncompiled step that compiling saves at the least
@@ -40,11 +40,9 @@ def choose_layout(
     size, memory = config.train.global_batch_size, config.memory
     table = config.parallel if config.parallel != "auto" else _simple(device, parameters, ranks)
     asked = config.train.micro_batch_size
-    if table.deepspeed is not None:
-        file = read_deepspeed(table.deepspeed)
-        table, memory = _as_in_file(file, table, memory)
-        if asked == "auto":
-            asked = file.get("train_micro_batch_size_per_gpu", asked)
+    file, table, memory = as_in_file(table, memory)
+    if asked == "auto":
+        asked = file.get("train_micro_batch_size_per_gpu", asked)
     axes = choose_axes(table, ranks)
     rows = math.ceil(size / (axes["replicate"] * axes["shard"]))
     micro = _micro_batch(asked, config, device, axes, rows)
@@ -68,9 +66,9 @@ def choose_layout(
         context_method=table.context_method if axes["context"] > 1 else "ulysses",
         pipeline_schedule=table.schedule or ("1f1b" if axes["pipeline"] > 1 else "none"),
         stages=table.stages,
-        activation_checkpointing=memory.activation_checkpointing,
-        offload_parameters=memory.offload.parameters,
-        offload_optimizer=memory.offload.optimizer,
+        activation_checkpointing=_settled(memory.activation_checkpointing),
+        offload_parameters=_settled(memory.offload.parameters),
+        offload_optimizer=_settled(memory.offload.optimizer),
         compute=compute,
         reduction=config.precision.reduction,
         quantization=config.quantization.kind,
@@ -85,50 +83,8 @@ def choose_layout(
     return layout
 
 
-def _as_in_file(
-    file: dict[str, Any], table: ParallelTable, memory: MemorySection
-) -> tuple[ParallelTable, MemorySection]:
-    """With what a DeepSpeed file decides, where the config leaves it open."""
-    found = layout_keys(file)
-    sharding = table.sharding or found.get("sharding")
-    offload = memory.offload.model_copy(
-        update={
-            kind: found[f"offload_{kind}"]
-            for kind in ("parameters", "optimizer")
-            if getattr(memory.offload, kind) == "none" and f"offload_{kind}" in found
-        }
-    )
-    return (
-        table.model_copy(update={"sharding": sharding}),
-        memory.model_copy(update={"offload": offload}),
-    )
-
-
-def choose_axes(table: ParallelTable, ranks: int) -> dict[str, Any]:
-    """Sizes of the mesh axes and the sharding strategy, for so many ranks."""
-    axes: dict[str, Any] = {
-        name: getattr(table, name) for name in ("context", "tensor", "pipeline", "expert")
-    }
-    split = math.prod(axes.values())
-    left, over = divmod(ranks, split)
-    given = table.replicate or table.shard
-    asked = split * (table.replicate or 1) * (table.shard or 1)
-    if over or (given and asked != ranks):
-        wanted = asked if given else split * max(1, round(ranks / split))
-        asking = [f"parallel.{name} = {n}" for name in AXES if (n := getattr(table, name) or 1) > 1]
-        raise RequestError(
-            f"{', '.join(asking) or 'parallel'}: these axes make up {asked} ranks"
-            f"{'' if given else ' or a multiple'}, and {ranks} were started; start {wanted} "
-            f"(`--workers {wanted}` on this machine), or change the axes"
-        )
-    sharding = table.sharding
-    if sharding is None and (table.shard or 1) > 1:
-        sharding = "hybrid_shard" if (table.replicate or 1) > 1 else "full_shard"
-    rest = "replicate" if sharding in (None, "no_shard") else "shard"
-    sizes = {"replicate": table.replicate or 1, "shard": table.shard or 1}
-    if not given:
-        sizes[rest] = left
-    return {**axes, **sizes, "sharding": sharding or "no_shard"}
+def _settled(asked: Any) -> Any:
+    return "none" if asked == "auto" else asked
 
 
 def ranks_wanted(config: Config) -> int:

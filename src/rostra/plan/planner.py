@@ -1,0 +1,264 @@
+"""The plan of a job on a cluster: the search, its choice, and what the choice makes of the run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+from rich.filesize import decimal
+
+from rostra.errors import RequestError
+from rostra.hardware import Cluster
+from rostra.layout import Layout
+from rostra.plan.job import Job
+from rostra.plan.memory import MemoryModel
+from rostra.plan.results import Candidate, Memory, Time
+from rostra.plan.search import GOALS, Entry, Found, Goal, Miss, Models, Room, search
+from rostra.plan.space import Limits, Space
+from rostra.plan.techniques import Technique, techniques_of, variants
+from rostra.plan.time import TimeModel
+from rostra.plan.trace import traced
+
+# Share of the memory that a plan leaves free: what formulas may err by, and, where the device is
+# the host, what else lives there.
+SPARE = {"gpu": 0.03, "cpu": 0.1}
+HOST_SPARE = 0.1
+SHOWN = 6  # strategies beside the chosen one
+_TRACES = 4  # layouts that are traced before the rest is left to the formulas
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was found for a job. Without a layout that fits, `chosen` is None."""
+
+    job: Job
+    cluster: Cluster
+    goal: Goal
+    allowed: tuple[Technique, ...]
+    jobs: tuple[Job, ...]  # with each set of techniques that was looked at; the job's own first
+    found: Found
+    room: Room
+    search_seconds: float
+    chosen: Candidate | None
+    alternatives: tuple[Candidate, ...] = ()  # the best layouts of other strategies
+    notes: tuple[str, ...] = ()  # what was assumed
+
+    @property
+    def feasible(self) -> bool:
+        return self.chosen is not None
+
+    @property
+    def considered(self) -> int:
+        return self.found.considered
+
+    def best(self, goal: Goal) -> Candidate | None:
+        entry = self.found.best(goal)
+        return None if entry is None else self.candidate(entry)
+
+    @property
+    def front(self) -> tuple[Candidate, ...]:
+        """The trades between time, price, devices and free memory, the fastest first."""
+        entries = sorted(self.found.front, key=lambda x: x.by("fastest"))
+        return tuple(map(self.candidate, entries))
+
+    def candidate(self, entry: Entry | Miss) -> Candidate:
+        return assess(self.jobs[entry.variant], self.cluster, entry.layout)
+
+    def to_dict(self) -> dict[str, Any]:
+        best: dict[str, Any] = {
+            goal: None if (x := self.best(goal)) is None else x.to_dict() for goal in GOALS
+        }
+        front = self.found.front
+        return {
+            "feasible": self.feasible,
+            "goal": self.goal,
+            "chosen": None if self.chosen is None else self.chosen.to_dict(),
+            "considered": self.considered,
+            "fitting": self.found.fitting,
+            "search_seconds": self.search_seconds,
+            "alternatives": [x.to_dict() for x in self.alternatives],
+            **best,
+            "front": [
+                {
+                    "layout": x.layout.to_dict(),
+                    "step_seconds": x.seconds,
+                    "ranks": x.ranks,
+                    "peak_bytes": x.peak,
+                }
+                for x in sorted(front, key=lambda x: x.by("fastest"))
+            ],
+            "hardware": {
+                "name": self.cluster.name,
+                "devices": self.cluster.devices,
+                "device": self.cluster.device.name,
+                "device_memory_bytes": self.cluster.device.memory_bytes,
+                "usable_memory_bytes": self.room.device,
+                "price_per_hour": self.cluster.price_per_hour,
+                "currency": self.cluster.currency,
+                "calibrated": self.cluster.calibrated,
+            },
+            "model": {
+                "family": self.job.sizes.family,
+                "parameters": self.job.sizes.parameters,
+                "sequence_length": self.job.length,
+                "global_batch_size": self.job.global_batch,
+                "tokens": self.job.tokens,
+            },
+            "allowed": [technique.name for technique in self.allowed],
+            "notes": list(self.notes),
+        }
+
+
+def make_plan(
+    job: Job,
+    cluster: Cluster,
+    allow: Iterable[str] = (),
+    goal: Goal = "fastest",
+    limits: Limits | None = None,
+    trace: bool = True,
+    notes: Sequence[str] = (),
+) -> Plan:
+    """Search every layout that the config leaves open, and choose by `goal`.
+
+    `allow` names techniques that may be used beside (see `rostra.plan.techniques`). With `trace`,
+    the memory of the choice is checked by running its engine on fake tensors, where that can be
+    done, and a choice that this refutes is replaced. Raises RequestError for unknown techniques.
+    """
+    began = time.perf_counter()
+    allowed = techniques_of(allow)
+    jobs = tuple(replace(job, config=changed) for _, changed in variants(job.config, allowed))
+    room, found = room_of(cluster), Found()
+    for number, variant in enumerate(jobs):
+        models = Models(MemoryModel(variant, cluster), TimeModel(variant, cluster), room, number)
+        search(Space(variant, cluster, limits).blocks(), models, found)
+    plan = Plan(
+        job=job, cluster=cluster, goal=goal, allowed=allowed, jobs=jobs, found=found, room=room,
+        search_seconds=time.perf_counter() - began, chosen=None, notes=tuple(notes),
+    )  # fmt: skip
+    chosen = _choose(plan, trace and not dist.is_initialized())
+    if chosen is None:
+        return plan
+    shown = _others(found, goal, chosen)[:SHOWN]
+    return replace(plan, chosen=chosen, alternatives=tuple(map(plan.candidate, shown)))
+
+
+def _others(found: Found, goal: Goal, chosen: Candidate) -> list[Entry]:
+    """The best layouts of other strategies; first those that need fewer devices or less memory,
+    or are faster than the chosen one."""
+    ranks, peak, step = chosen.layout.world_size, chosen.memory.peak, chosen.time.step
+    others = [x for x in found.kinds.values() if isinstance(x, Entry) and x.layout != chosen.layout]
+
+    def order(x: Entry) -> tuple[Any, ...]:
+        better = x.ranks < ranks or x.peak < peak or x.seconds < step
+        return not better, x.by(goal)
+
+    return sorted(others, key=order)
+
+
+def _choose(plan: Plan, trace: bool) -> Candidate | None:
+    """The best by the plan's goal whose trace, if it can be made, finds room for it too."""
+    best = plan.found.best(plan.goal)
+    if best is None:
+        return None
+    strategies = [x for x in plan.found.kinds.values() if isinstance(x, Entry)]
+    others = sorted({*plan.found.front, *strategies} - {best}, key=lambda x: x.by(plan.goal))
+    refuted = None  # bytes that the formulas gave for the least that did not fit
+    traces = 0
+    for entry in (best, *others):
+        if refuted is not None and entry.peak >= refuted:
+            continue
+        candidate = plan.candidate(entry)
+        if not trace or traces == _TRACES:
+            return candidate
+        traces += 1
+        memory = _traced(plan.jobs[entry.variant], entry.layout, plan.cluster, candidate.memory)
+        if not plan.room.shortage(memory, entry.ranks):
+            return replace(candidate, memory=memory)
+        refuted = entry.peak
+    return None
+
+
+def _traced(job: Job, layout: Layout, cluster: Cluster, formula: Memory) -> Memory:
+    """The trace of a layout; what no trace tells (host, loading, saving) is the formulas'."""
+    try:
+        memory = traced(job, layout, cluster)
+    except RequestError:  # an engine that cannot be run here
+        return formula
+    names = ("host", "nvme", "loading", "loading_host", "saving", "saving_host")
+    more = {name: getattr(memory, name) or getattr(formula, name) for name in names}
+    kinds = {"reserved": formula.kinds.get("reserved", 0), **memory.kinds}
+    return replace(memory, kinds=kinds, **more)
+
+
+def assess(
+    job: Job,
+    cluster: Cluster,
+    layout: Layout,
+    memory: Memory | None = None,
+    seconds: Time | None = None,
+) -> Candidate:
+    """A layout with what it needs and what it makes of the run.
+
+    MFU takes the model's operations, without recomputation, over the peak of the layout's
+    precision on all its devices (Chowdhery et al. 2022, arXiv:2204.02311, appendix B); HFU
+    counts what is computed again too. Energy is that of the devices at full load.
+    """
+    memory = memory or MemoryModel(job, cluster)(layout)
+    seconds = seconds or TimeModel(job, cluster)(layout)
+    ranks, step = layout.world_size, seconds.step
+    per_second = job.global_batch * job.length / step
+    peak = ranks * peak_of(cluster, layout) * step
+    hours = None if job.tokens is None else job.tokens / per_second / 3600
+    rate = cluster.price_per_hour
+    return Candidate(
+        layout=layout,
+        memory=memory,
+        time=seconds,
+        tokens_per_second=per_second,
+        mfu=seconds.model_flops / peak,
+        hfu=seconds.hardware_flops / peak,
+        hours=hours,
+        price=None if hours is None or rate is None else hours * ranks * rate,
+        energy_kwh=None if hours is None else hours * ranks * cluster.device.watts / 1000,
+    )
+
+
+def peak_of(cluster: Cluster, layout: Layout) -> float:
+    """Operations a second of a device in the layout's precision; where it has no units for it,
+    in float32."""
+    flops = {str(precision): peak for precision, peak in cluster.device.flops.items()}
+    return flops.get(layout.compute.removesuffix("_pure"), flops.get("fp32", max(flops.values())))
+
+
+def room_of(cluster: Cluster) -> Room:
+    """Memory that a plan may fill."""
+    node = cluster.node
+    return Room(
+        device=int(cluster.device.memory_bytes * (1 - SPARE[cluster.device.kind])),
+        host=int(node.host_memory_bytes * (1 - HOST_SPARE)),
+        nvme=int(node.nvme_bytes * (1 - HOST_SPARE)),
+        ranks_per_node=node.devices,
+    )
+
+
+def shortage_told(plan: Plan) -> str:
+    """Why nothing fits, in a sentence."""
+    where = plan.cluster.name or plan.cluster.device.name
+    miss = plan.found.nearest()
+    if miss is None:
+        return (
+            f"no layout of this config is legal on {where}: what `parallel`, `memory` and "
+            "`train.global_batch_size` fix cannot be combined there; leave parallel: auto"
+        )
+    memory = plan.candidate(miss).memory
+    kinds = sorted(memory.kinds.items(), key=lambda x: -x[1])[:3]
+    most = ", ".join(f"{kind} {decimal(size)}" for kind, size in kinds if size)
+    return (
+        f"no layout fits {where}: of {plan.considered:,} the nearest "
+        f"({miss.layout.describe()}, {miss.layout.micro_batch} samples at once) needs "
+        f"{decimal(miss.peak)} of the {decimal(plan.room.device)} that a device has to give "
+        f"({most})"
+    )

@@ -1,0 +1,225 @@
+"""The search over all layouts: the fastest, the cheapest, the fewest devices, and every trade
+between time, devices and memory that is not worse than another in all of them.
+
+Each layout is decided, so the result is exact under the models. Most are decided by calling
+them; two facts spare calls without changing any result, and `tests/plan/test_search.py` holds
+both against looking at all:
+
+- Parameters and optimizer states lie alike in all layouts of a block, whatever their micro
+  batches and checkpointing: where those alone do not fit, none does.
+- Outside of a pipeline, as long as gradients are accumulated, more samples at once need no less
+  memory: where a micro batch does not fit, no larger one does.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from rostra.layout import AXES, Layout
+from rostra.plan.results import Memory, Time
+from rostra.plan.space import Block, Frame
+
+Goal = Literal["fastest", "cheapest", "fewest"]
+GOALS: tuple[Goal, ...] = ("fastest", "cheapest", "fewest")
+STATIC = ("parameters", "quantization", "optimizer")  # kinds that a block's layouts share
+
+_PLAIN = {f.name: f.default for f in fields(Layout)}
+
+
+@dataclass(frozen=True)
+class Room:
+    """Memory for the ranks of a plan, in bytes."""
+
+    device: int
+    host: int = 0  # of a node
+    nvme: int = 0  # of a node
+    ranks_per_node: int = 1
+
+    def shortage(self, memory: Memory, ranks: int) -> int:
+        """Bytes of a rank that have no room; 0 when all fits."""
+        beside = min(ranks, self.ranks_per_node)
+        host = max(memory.host, memory.loading_host, memory.saving_host)
+        return (
+            max(0, memory.peak - self.device)
+            + max(0, host - self.host // beside)
+            + max(0, memory.nvme - self.nvme // beside)
+        )
+
+
+@dataclass(frozen=True)
+class Models:
+    """What is foretold of the layouts of one config, and how much memory there is."""
+
+    memory: Callable[[Layout], Memory]
+    time: Callable[[Layout], Time]
+    room: Room
+    variant: int = 0  # which config, where several are searched
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A layout that fits, with what the search compares."""
+
+    seconds: float  # of a step
+    peak: int  # bytes on a device
+    ranks: int
+    layout: Layout
+    variant: int
+
+    def by(self, goal: Goal) -> tuple[float, float]:
+        """What `goal` compares; smaller is better."""
+        if goal == "fewest":
+            return self.ranks, self.seconds
+        price = self.seconds * self.ranks
+        return (self.seconds, price) if goal == "fastest" else (price, self.seconds)
+
+    def better(self, other: Entry) -> bool:
+        """Whether it is faster; among equals, simpler."""
+        if self.seconds != other.seconds:
+            return self.seconds < other.seconds
+        return simplicity(self.layout) < simplicity(other.layout)
+
+
+@dataclass(frozen=True)
+class Miss:
+    """The layout of its kind that comes nearest to fitting."""
+
+    shortage: int
+    peak: int
+    layout: Layout
+    variant: int
+
+
+@dataclass
+class Found:
+    """What a search has found."""
+
+    considered: int = 0
+    fitting: int = 0
+    bests: dict[int, Entry] = field(default_factory=dict)  # by ranks: the fastest
+    fronts: dict[int, list[Entry]] = field(default_factory=dict)  # by ranks: time against memory
+    kinds: dict[tuple[Any, ...], Entry | Miss] = field(default_factory=dict)
+
+    def best(self, goal: Goal) -> Entry | None:
+        entries = self.bests.values()
+        return min(entries, key=lambda x: (x.by(goal), simplicity(x.layout)), default=None)
+
+    @property
+    def front(self) -> list[Entry]:
+        """Entries that no other beats or equals in time, price, devices and free memory all.
+        The price is that of so many devices for so long."""
+        kept: list[Entry] = []
+        for ranks in sorted(self.fronts):
+            for entry in self.fronts[ranks]:
+                if not any(_beats(other, entry) for other in kept):
+                    kept.append(entry)
+        return kept
+
+    def nearest(self) -> Miss | None:
+        misses = [x for x in self.kinds.values() if isinstance(x, Miss)]
+        return min(misses, key=lambda x: (x.shortage, simplicity(x.layout)), default=None)
+
+
+def search(blocks: Iterable[Block], models: Models, found: Found | None = None) -> Found:
+    """Decide every layout of `blocks`; adds to `found`, if given, what was found of others."""
+    found = found or Found()
+    for block in blocks:
+        found.considered += len(block)
+        if not _statics_fit(block, models, found):
+            continue
+        for frame in block.frames:
+            for layout, memory in _sized(frame, models):
+                _decide(layout, memory, models, found)
+    return found
+
+
+def _statics_fit(block: Block, models: Models, found: Found) -> bool:
+    frame = block.frames[-1]
+    layout = frame.layout(*frame.micro_batches[0])
+    memory = models.memory(layout)
+    if sum(memory.kinds.get(kind, 0) for kind in STATIC) <= models.room.device:
+        return True
+    _miss(layout, memory, models, found)
+    return False
+
+
+def _sized(frame: Frame, models: Models) -> Iterator[tuple[Layout, Memory]]:
+    """The layouts of a frame whose memory has to be known."""
+    apart = frame.fields["pipeline"] == 1
+    full = False
+    for micro_batch, accumulation in frame.micro_batches:
+        if full and accumulation > 1:
+            continue
+        layout = frame.layout(micro_batch, accumulation)
+        memory = models.memory(layout)
+        full |= apart and models.room.shortage(memory, layout.world_size) > 0
+        yield layout, memory
+
+
+def _decide(layout: Layout, memory: Memory, models: Models, found: Found) -> None:
+    ranks = layout.world_size
+    if models.room.shortage(memory, ranks):
+        _miss(layout, memory, models, found)
+        return
+    found.fitting += 1
+    seconds = models.time(layout).step
+    entry = Entry(seconds, memory.peak, ranks, layout, models.variant)
+    _add(found.fronts.setdefault(ranks, []), entry)
+    if (best := found.bests.get(ranks)) is None or entry.better(best):
+        found.bests[ranks] = entry
+    kind = kind_of(layout, models.variant)
+    other = found.kinds.get(kind)
+    if not isinstance(other, Entry) or entry.better(other):
+        found.kinds[kind] = entry
+
+
+def _miss(layout: Layout, memory: Memory, models: Models, found: Found) -> None:
+    shortage = models.room.shortage(memory, layout.world_size)
+    kind = kind_of(layout, models.variant)
+    other = found.kinds.get(kind)
+    if other is None or (isinstance(other, Miss) and shortage < other.shortage):
+        found.kinds[kind] = Miss(shortage, memory.peak, layout, models.variant)
+
+
+def _add(front: list[Entry], entry: Entry) -> None:
+    """Keep `front` sorted by time with memory falling; of equals, it has the simplest."""
+    place = bisect_left(front, entry.seconds, key=lambda x: x.seconds)
+    if place and front[place - 1].peak <= entry.peak:
+        return
+    end = place
+    while end < len(front) and front[end].peak >= entry.peak:
+        end += 1
+    if place < len(front) and front[place].seconds == entry.seconds:
+        here = front[place]
+        if here.peak < entry.peak or (here.peak == entry.peak and not entry.better(here)):
+            return
+    front[place:end] = [entry]
+
+
+def _beats(one: Entry, other: Entry) -> bool:
+    return (
+        one.seconds <= other.seconds
+        and one.seconds * one.ranks <= other.seconds * other.ranks
+        and one.ranks <= other.ranks
+        and one.peak <= other.peak
+    )
+
+
+def kind_of(layout: Layout, variant: int = 0) -> tuple[Any, ...]:
+    """What a person would call the strategy: of each, a plan tells the best layout."""
+    split = tuple(axis for axis in ("pipeline", "context", "tensor") if getattr(layout, axis) > 1)
+    host = layout.offload_parameters != "none" or layout.offload_optimizer != "none"
+    return variant, layout.engine, layout.sharding, split, host
+
+
+def simplicity(layout: Layout) -> tuple[Any, ...]:
+    """Smaller is simpler: fewer axes, fewer settings, larger micro batches, then the plainer."""
+    settings = [
+        name for name, value in _PLAIN.items()
+        if name not in (*AXES, "micro_batch", "accumulation") and getattr(layout, name) != value
+    ]  # fmt: skip
+    axes = [axis for axis in AXES if getattr(layout, axis) > 1]
+    return len(axes), len(settings), layout.accumulation, str(layout)

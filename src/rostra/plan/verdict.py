@@ -1,0 +1,249 @@
+"""Verdicts on what is not the plan: why other strategies are not it, and, where nothing fits,
+the least changes of the request that make something fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+from rich.filesize import decimal
+
+from rostra.config.schema import MemorySection, OffloadTable
+from rostra.errors import RequestError
+from rostra.hardware import Cluster, device_names, read_cluster
+from rostra.plan.job import Job
+from rostra.plan.memory import MemoryModel
+from rostra.plan.planner import Plan, assess, room_of
+from rostra.plan.results import Candidate, Time
+from rostra.plan.search import Entry, Miss, Models, kind_of, search
+from rostra.plan.space import Limits, Space
+from rostra.plan.techniques import TECHNIQUES
+
+SHORTEST = 256  # positions; shorter samples are no longer the same work
+MOST = 16  # times the devices that were asked for
+_NO_TIME = Time(0.0, 0.0, 0.0, {})
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A strategy that was not chosen, by its best layout, and why."""
+
+    strategy: str
+    reason: str
+    candidate: Candidate | None  # None: nothing of it fits
+
+    def to_dict(self) -> dict[str, str]:
+        return {"strategy": self.strategy, "reason": self.reason}
+
+
+def verdicts(plan: Plan) -> list[Verdict]:
+    """Of each other strategy why it is not the plan's, the best first."""
+    if plan.chosen is None:
+        return []
+    chosen, found = plan.chosen, []
+    own = {kind_of(chosen.layout, variant) for variant in range(len(plan.jobs))}
+    entries = [(k, x) for k, x in plan.found.kinds.items() if isinstance(x, Entry)]
+    for kind, entry in sorted(entries, key=lambda x: x[1].by(plan.goal)):
+        if entry.layout == chosen.layout or (kind in own and entry.variant == 0):
+            continue
+        other = plan.candidate(entry)
+        slower = entry.seconds / chosen.time.step - 1
+        what = f"{abs(slower):.0%} {'slower' if slower >= 0 else 'faster'}"
+        if entry.ranks != chosen.layout.world_size:
+            what += f", on {entry.ranks} device{'s' * (entry.ranks > 1)}"
+        if other.price is not None and chosen.price is not None:
+            what += f", {other.price - chosen.price:+,.0f} {plan.cluster.currency}"
+        found.append(Verdict(_strategy(plan, entry), what, other))
+    misses = [x for x in plan.found.kinds.values() if isinstance(x, Miss)]
+    for miss in sorted(misses, key=lambda x: x.shortage):
+        said = f"does not fit: {decimal(miss.shortage)} too much on a device at the least"
+        found.append(Verdict(_strategy(plan, miss), said, None))
+    return found
+
+
+def _strategy(plan: Plan, entry: Entry | Miss) -> str:
+    layout = entry.layout
+    axes = [f"{axis} {n}" for axis in ("tensor", "context", "pipeline", "replicate", "shard")
+            if (n := getattr(layout, axis)) > 1]  # fmt: skip
+    words: list[str] = [layout.engine] if layout.engine != "torch" else []
+    words += [layout.sharding, *axes]
+    if layout.offload_parameters != "none" or layout.offload_optimizer != "none":
+        words.append("offload")
+    if entry.variant:
+        words += _techniques(plan, entry.variant)
+    return ", ".join(words)
+
+
+def _techniques(plan: Plan, variant: int) -> list[str]:
+    config = plan.jobs[variant].config
+    return [t.name for t in plan.allowed if t.change(config) == config]
+
+
+@dataclass(frozen=True)
+class Change:
+    """Something else to ask for. `how` is what the user does."""
+
+    name: str
+    how: str
+    apply: Callable[[Job, Cluster], tuple[Job, Cluster] | None]
+
+
+@dataclass(frozen=True)
+class Way:
+    """Changes that make the job fit, with a layout that then does."""
+
+    changes: tuple[Change, ...]
+    candidate: Candidate
+    cluster: Cluster
+
+    @property
+    def how(self) -> str:
+        return " and ".join(change.how for change in self.changes)
+
+    def to_dict(self) -> dict[str, object]:
+        return {
+            "changes": [change.how for change in self.changes],
+            "hardware": self.cluster.name,
+            **self.candidate.to_dict(),
+        }
+
+
+def ways_to_fit(plan: Plan, most: int = 5) -> list[Way]:
+    """The least changes of a plan's request after which something fits: single ones, or, where
+    none is enough, two together. Of one sort of change the smallest that is enough is told."""
+    sorts = [list(sort) for sort in _sorts(plan)]
+    single = [way for sort in sorts if (way := _first(plan, [(x,) for x in sort]))]
+    if single:
+        return single[:most]
+    double = [_first(plan, _pairs(*two)) for two in combinations(sorts, 2)]
+    return [way for way in double if way is not None][:most]
+
+
+def _pairs(one: list[Change], other: list[Change]) -> list[tuple[Change, ...]]:
+    """One of each, the smallest two first."""
+    weighed = [(i + k, (a, b)) for i, a in enumerate(one) for k, b in enumerate(other)]
+    return [pair for _, pair in sorted(weighed, key=lambda x: x[0])]
+
+
+def _first(plan: Plan, tries: list[tuple[Change, ...]]) -> Way | None:
+    for changes in tries:
+        asked: tuple[Job, Cluster] | None = (plan.job, plan.cluster)
+        for change in changes:
+            asked = change.apply(*asked) if asked is not None else None
+        if asked is not None and (candidate := fitting(*asked)) is not None:
+            return Way(changes, candidate, asked[1])
+    return None
+
+
+def fitting(job: Job, cluster: Cluster) -> Candidate | None:
+    """A layout of `job` that fits all of `cluster`, if any does: the first that is found."""
+    limits = Limits(ranks=cluster.devices, compile=False)
+    models = Models(MemoryModel(job, cluster), lambda _: _NO_TIME, room_of(cluster))
+    for block in Space(job, cluster, limits).blocks():
+        found = search([block], models)
+        if (entry := found.best("fewest")) is not None:
+            return assess(job, cluster, entry.layout)
+    return None
+
+
+def _sorts(plan: Plan) -> Iterator[Iterator[Change]]:
+    """Sorts of changes, the least first; within a sort the smallest first."""
+    yield _unfixed(plan)
+    yield _techniques_of(plan, ("int8-states", "int4-states"))
+    yield _techniques_of(plan, ("lora", "qlora"))
+    yield _shorter(plan)
+    yield _more_devices(plan)
+    yield _other_devices(plan)
+
+
+def _unfixed(plan: Plan) -> Iterator[Change]:
+    """What the config fixes of the layout, left to the plan."""
+    config = plan.job.config
+    free = MemorySection().model_copy(
+        update={
+            "optimizer_states": config.memory.optimizer_states,
+            "optimizer_in_backward": config.memory.optimizer_in_backward,
+        }
+    )
+    loose = (
+        config.memory.activation_checkpointing != "auto" or config.memory.offload != OffloadTable()
+    )
+    if config.parallel != "auto" or loose or config.train.micro_batch_size != "auto":
+
+        def apply(job: Job, cluster: Cluster) -> tuple[Job, Cluster]:
+            train = job.config.train.model_copy(update={"micro_batch_size": "auto"})
+            update = {"parallel": "auto", "memory": free, "train": train}
+            return replace(job, config=job.config.model_copy(update=update)), cluster
+
+        how = "leave parallel, memory and train.micro_batch_size to the plan (auto)"
+        yield Change("auto", how, apply)
+
+
+def _techniques_of(plan: Plan, names: tuple[str, ...]) -> Iterator[Change]:
+    for name in names:
+        technique = TECHNIQUES[name]
+
+        def apply(
+            job: Job, cluster: Cluster, change: Callable[..., object] = technique.change
+        ) -> tuple[Job, Cluster]:
+            return replace(job, config=change(job.config)), cluster  # type: ignore[arg-type]
+
+        if technique.change(plan.job.config) != plan.job.config:
+            yield Change(name, f"allow {name} ({technique.keys})", apply)
+
+
+def _shorter(plan: Plan) -> Iterator[Change]:
+    length = plan.job.length // 2
+    while length >= SHORTEST:
+
+        def apply(job: Job, cluster: Cluster, to: int = length) -> tuple[Job, Cluster]:
+            data = job.config.data.model_copy(update={"sequence_length": to})
+            return replace(job, config=job.config.model_copy(update={"data": data})), cluster
+
+        yield Change("length", f"samples of {length:,} tokens (data.sequence_length)", apply)
+        length //= 2
+
+
+def _more_devices(plan: Plan) -> Iterator[Change]:
+    times = 2
+    while times <= MOST:
+
+        def apply(job: Job, cluster: Cluster, times: int = times) -> tuple[Job, Cluster]:
+            return job, _grown(cluster, times)
+
+        count = plan.cluster.devices * times
+        yield Change("devices", f"{count} x {plan.cluster.device.name}", apply)
+        times *= 2
+
+
+def _grown(cluster: Cluster, times: int) -> Cluster:
+    """So many times the devices: as the catalogue has nodes of them, or more nodes alike."""
+    count = cluster.devices * times
+    try:
+        grown = read_cluster(f"{count}x{cluster.device.name}", cluster.price_per_hour)
+    except RequestError:
+        nodes = cluster.nodes * times
+        return replace(
+            cluster, nodes=nodes, name=f"{nodes}x{cluster.node.devices}x{cluster.device.name}"
+        )
+    return grown
+
+
+def _other_devices(plan: Plan) -> Iterator[Change]:
+    """The catalogue's larger devices, as many of them, the smallest first."""
+    here = plan.cluster.device
+    larger = []
+    for name in device_names():
+        try:
+            cluster = read_cluster(f"{plan.cluster.devices}x{name}")
+        except RequestError:  # so many do not fill its nodes
+            continue
+        if cluster.device.kind == "gpu" and cluster.device.memory_bytes > here.memory_bytes:
+            larger.append(cluster)
+    for cluster in sorted(larger, key=lambda x: x.device.memory_bytes):
+
+        def apply(job: Job, _: Cluster, instead: Cluster = cluster) -> tuple[Job, Cluster]:
+            return job, instead
+
+        yield Change("device", f"{cluster.devices} x {cluster.device.name}", apply)
