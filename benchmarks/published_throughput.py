@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -30,6 +30,8 @@ from rostra.plan.job import Job, job_of
 from rostra.plan.results import Time
 from rostra.plan.time import TimeModel
 
+TORCHTITAN = "torchtitan"
+LENGTHS, GPUS = (1024, 4096, 16384), (16, 64, 256)  # of rows held out while choosing constants
 FOLDER = Path(__file__).parents[1] / "../shared/data/published"
 PARTS = ("compute", "memory", "recompute", "bubble", "optimizer", "overhead")
 
@@ -54,6 +56,13 @@ class Row:
     hardware: str
     conventions: Conventions
     tokens_per_second: float  # of one GPU
+
+    @property
+    def held_out(self) -> bool:
+        """Whether constants were chosen without this row."""
+        return (
+            self.group == TORCHTITAN or self.job.length in LENGTHS or self.layout.world_size in GPUS
+        )
 
     @property
     def time(self) -> Time:
@@ -82,7 +91,11 @@ def job(shape: PretrainedConfig, length: int, batch: int) -> Job:
     config = Config.model_validate(
         {
             "model": {"pretrained": "published"},
-            "data": {"sources": [{"type": "text", "path": "none"}], "sequence_length": length},
+            "data": {
+                "sources": [{"type": "text", "path": "none"}],
+                "sequence_length": length,
+                "isolate_documents": False,
+            },
             "train": {"steps": 1, "global_batch_size": batch},
         }
     )
@@ -168,7 +181,7 @@ def titan(path: Path) -> Iterator[Row]:
             conventions = replace(conventions, gathered_bytes=1)
         yield Row(
             f"{row['model']} {number['sequence_length']} {number['gpus']} {layout.describe()}",
-            "torchtitan",
+            TORCHTITAN,
             job(llama(row["model"]), number["sequence_length"], number["global_batch_size"]),
             layout,
             f"{number['gpus']}xH100-96GB",
@@ -177,46 +190,56 @@ def titan(path: Path) -> Iterator[Row]:
         )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("folder", nargs="?", type=Path, default=FOLDER)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--parts", action="store_true", help="seconds by what they go to")
-    options = parser.parse_args()
-    rows = [
-        *foundry(options.folder / "mpt_throughput.csv"),
-        *titan(options.folder / "torchtitan_llama3.csv"),
+def rows(folder: Path) -> list[Row]:
+    return [
+        *foundry(folder / "mpt_throughput.csv"),
+        *titan(folder / "torchtitan_llama3.csv"),
     ]
+
+
+def summary(found: list[Row]) -> dict[str, dict[str, float]]:
+    """Errors of the time of a step by group of rows."""
     groups = defaultdict(list)
-    for row in rows:
-        groups[row.group].append(row.error)
-    if options.json:
-        json.dump(
-            {
-                "rows": [
-                    {
-                        "name": r.name,
-                        "predicted": r.predicted,
-                        "measured": r.tokens_per_second,
-                        "error": r.error,
-                    }
-                    for r in rows
-                ]
-            },
-            sys.stdout,
-        )
+    for row in found:
+        for name in ("all", "held out" if row.held_out else "chosen by", row.group):
+            groups[name].append(row.error)
+    return {
+        name: {
+            "rows": len(x),
+            "mean_absolute": mean(map(abs, x)),
+            "median_absolute": median(map(abs, x)),
+            "mean": mean(x),
+            "worst": max(x, key=abs),
+        }
+        for name, x in groups.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("folder", nargs="?", type=Path, default=FOLDER)
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument("--parts", action="store_true", help="what each step goes to")
+    asked = parser.parse_args()
+    found = rows(asked.folder)
+    if asked.json:
+        named = [
+            {"name": r.name, "group": r.group, "held_out": r.held_out, "error": r.error,
+             "measured": r.tokens_per_second, "predicted": r.predicted}
+            for r in found
+        ]  # fmt: skip
+        json.dump({"rows": named, "summary": summary(found)}, sys.stdout, indent=2)
         return
-    for row in rows:
+    print("measured and predicted tokens/s of a GPU, and the error of the step's time")
+    for row in found:
         print(f"{row.tokens_per_second:9,.0f} {row.predicted:9,.0f} {row.error:+7.1%}  {row.name}")
-        if options.parts:
-            print("         ", row.parts)
-    for name, errors in groups.items():
+        if asked.parts:
+            print(" " * 28, row.parts)
+    for name, x in summary(found).items():
         print(
-            f"{name:14} {len(errors):3} rows: mean absolute error {mean(map(abs, errors)):.1%}, "
-            f"mean {mean(errors):+.1%}, worst {max(errors, key=abs):+.1%}"
+            f"{name:12} {x['rows']:3.0f} rows: mean absolute error {x['mean_absolute']:.1%}, "
+            f"median {x['median_absolute']:.1%}, mean {x['mean']:+.1%}, worst {x['worst']:+.1%}"
         )
-    everything = [r.error for r in rows]
-    print(f"all {len(rows)} rows: {mean(map(abs, everything)):.1%}")
 
 
 if __name__ == "__main__":
