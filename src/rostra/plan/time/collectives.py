@@ -7,7 +7,8 @@ the least (Patarasuk & Yuan 2009, J. Parallel Distrib. Comput. 69(2)), trees wai
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from math import ceil, log2
 
 from rostra.hardware.cluster import Cluster
@@ -28,21 +29,28 @@ class Group:
     around: float
     hop: float  # latency of the slowest single hop
     across: float  # bandwidth of one rank to ranks of other nodes
+    shares: Mapping[str, float] = field(default_factory=dict, hash=False)  # of it, by collective
 
     def all_gather(self, size: float) -> float:
         """Seconds until each rank has all `size` bytes, of which it brought a part."""
         if self.ranks == 1:
             return 0.0
-        return (self.ranks - 1) / self.ranks * size / self.bandwidth + self.around
+        return self._ring(size, "all_gather")
 
-    reduce_scatter = all_gather  # the same, backwards
+    def reduce_scatter(self, size: float) -> float:
+        """The same, backwards."""
+        return 0.0 if self.ranks == 1 else self._ring(size, "reduce_scatter")
+
+    def _ring(self, size: float, kind: str) -> float:
+        bandwidth = self.bandwidth * self.shares.get(kind, 1.0)
+        return (self.ranks - 1) / self.ranks * size / bandwidth + self.around
 
     def all_reduce(self, size: float) -> float:
         """Seconds until each rank has the sum of `size` bytes: a ring twice, or a tree up and
         down for what is small."""
         if self.ranks == 1:
             return 0.0
-        ring = 2 * self.all_gather(size)
+        ring = 2 * self._ring(size, "all_reduce")
         tree = 2 * (size / self.bandwidth + ceil(log2(self.ranks)) * self.hop)
         return min(ring, tree)
 
@@ -50,13 +58,15 @@ class Group:
         """Seconds in which each rank sends its share of `size` bytes to every other."""
         if self.ranks == 1:
             return 0.0
-        near = (self.inside - 1) / self.ranks * size / self.bandwidth
+        bandwidth = self.bandwidth * self.shares.get("all_to_all", 1.0)
+        near = (self.inside - 1) / self.ranks * size / bandwidth
         far = (self.ranks - self.inside) / self.ranks * size / self.across
         return max(near, far) + self.hop
 
     def send(self, size: float) -> float:
         """Seconds of a message from one rank to the next."""
-        one = self.bandwidth if self.inside > 1 else self.across
+        inner = self.bandwidth * self.shares.get("send", 1.0)
+        one = inner if self.inside > 1 else self.across
         return size / one + self.hop if self.ranks > 1 else 0.0
 
 
@@ -78,4 +88,5 @@ def group(cluster: Cluster, efficiency: Efficiency, ranks: int, stride: int) -> 
         bandwidth = min(bandwidth, wide) if inside > 1 else across
         hop = network.latency
     around = (ranks - nodes) * link.latency + (nodes - 1) * network.latency
-    return Group(ranks, inside, bandwidth, around, hop, across if nodes > 1 else bandwidth)
+    far = across if nodes > 1 else bandwidth
+    return Group(ranks, inside, bandwidth, around, hop, far, efficiency.collectives)

@@ -190,10 +190,11 @@ class LayerTimes:
             bytes_of = FUSED_SCORE if self.conventions.fused else SCORE
             moved = [self.kernels.moved(whole * each) for each in bytes_of]
             return 2 * one + moved[0], 4 * one + moved[1]
-        operations = 4.0 * heads * self.work.pairs(layer, length) * sizes.head_size
+        masked = self.job.config.data.isolate_documents
+        pairs = length**2 / 2 if masked else self.work.pairs(layer, length)  # a mask skips none
+        operations = 4.0 * heads * pairs * sizes.head_size
         seconds = self.kernels.attention(operations, length, sizes.head_size, precision)
-        if self.job.config.data.isolate_documents:
-            seconds /= self.efficiency.masked(log2(length))
+        seconds /= self.efficiency.masked(log2(length)) if masked else 1
         seconds /= FLASH1 if kind == "flash1" else 1
         return seconds, 2.5 * seconds
 

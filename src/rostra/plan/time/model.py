@@ -39,8 +39,9 @@ _UPDATED = (
 class TimeModel:
     """Called with a Layout, gives its Time.
 
-    `efficiency` is what kernels reach on these devices, by default what is typical of their
-    kind; `conventions` describe another trainer than Rostra.
+    `efficiency` is what kernels reach on these devices, by default what was measured of this
+    machine when they are its own, else what is typical of their kind; `conventions` describe
+    another trainer than Rostra.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class TimeModel:
         conventions: Conventions | None = None,
     ) -> None:
         self.job, self.cluster = job, cluster
-        self.efficiency = efficiency or typical(cluster.device)
+        self.efficiency = efficiency or efficiency_of(cluster)
         conventions = conventions or Conventions()
         given = (job, cluster, self.efficiency, conventions)
         layers = LayerTimes(job, cluster.device, self.efficiency, conventions)
@@ -130,6 +131,16 @@ class TimeModel:
         if layout.pipeline_schedule == "zero_bubble":
             one = max(0.0, one - 2 * weights)
         return (layout.pipeline - 1) / layout.stages * one
+
+
+def efficiency_of(cluster: Cluster) -> Efficiency:
+    """Measured by `rostra calibrate`, where the cluster is this machine and it was; or typical."""
+    if cluster.calibrated:
+        from rostra.plan.calibrate import measured_efficiency
+
+        if (measured := measured_efficiency(cluster)) is not None:
+            return measured
+    return typical(cluster.device)
 
 
 def _cut(depth: int, stages: int, head: float) -> tuple[int, int]:
