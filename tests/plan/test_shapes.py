@@ -163,8 +163,24 @@ def test_what_cannot_be_read_or_found_is_said(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"empty: no model's config"):
         (tmp_path / "empty").mkdir()
         find_shape(str(tmp_path / "empty"))
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "nothing-known"}))
-    with pytest.raises(RequestError, match="nothing-known"):
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"model_type": "nothing-known"}, "nothing-known"),
+        ({"hidden_size": 64}, "Unrecognized model"),
+        ([], "no model's config"),
+        (None, "no model's config"),
+        ({"model_type": "llama", "hidden_size": "wide"}, r"no model can be so: .*'hidden_size'"),
+        ({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 5}, "not a multiple"),
+        ({"model_type": "t5"}, "a t5 does not write"),
+        ({"model_type": "odd", "auto_map": {"AutoConfig": "odd.Odd"}}, "custom code"),
+    ],
+)
+def test_a_config_that_is_none_is_refused(tmp_path: Path, content: object, said: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(RequestError, match=said):
         find_shape(str(tmp_path))
 
 

@@ -10,8 +10,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from ruamel.yaml import YAML
 from transformers import AutoConfig, PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from rostra.errors import RequestError
 
@@ -105,12 +107,18 @@ def _from_disk(path: Path) -> PretrainedConfig | None:
         return None
     file = path / "config.json" if path.is_dir() else path
     try:
-        return AutoConfig.from_pretrained(file, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+        shape = AutoConfig.from_pretrained(file, trust_remote_code=False)
+    except StrictDataclassError as error:
+        reason = str(error).strip().splitlines()[-1].strip()
+        raise RequestError(f"{file}: no model can be so: {reason}") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         first = str(error).strip().splitlines()[0]
         raise RequestError(
             f"{path}: no model's config: {first} (give a folder that holds config.json, or it)"
         ) from error
+    if shape.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise RequestError(f"{path}: a {shape.model_type} does not write text from left to right")
+    return shape
 
 
 def _from_cache(name: str) -> PretrainedConfig | None:
