@@ -213,6 +213,7 @@ def test_a_known_device_with_changes(tmp_path: Path) -> None:
     ("change", "said"),
     [
         (("watts: 300", "wats: 300"), r"castor\.yaml:5: wats: unknown key; did you mean `watts`"),
+        (("40 GiB", ".inf"), r"castor\.yaml:2: memory: should be a finite number"),
         (("watts: 300\n", ""), r"watts: missing; give it, or `like:`"),
         (("1.2 TB/s", "1.2 TB"), r"castor\.yaml:3: bandwidth: '1.2 TB' is no figure in B/s"),
         (("watts: 300", "watts: -300"), r"castor\.yaml:5: watts: should be greater than 0"),

@@ -21,7 +21,7 @@ from rostra.errors import RequestError
 from rostra.hardware.cluster import Cluster, Device, Link, Node, Precision
 from rostra.hardware.quantity import quantity
 
-_POSITIVE = Field(gt=0)
+_POSITIVE = Field(gt=0, allow_inf_nan=False)
 Bytes = Annotated[float, BeforeValidator(lambda x: quantity(x, "B")), _POSITIVE]
 Bandwidth = Annotated[float, BeforeValidator(lambda x: quantity(x, "B/s")), _POSITIVE]
 Flops = Annotated[float, BeforeValidator(lambda x: quantity(x, "FLOPS")), _POSITIVE]
@@ -72,7 +72,7 @@ _REFERENCES = ("like", "node")
 _FILLERS = frozenset(
     "nvidia amd geforce tesla quadro instinct gpu tensor core accelerator generation".split()
 )
-_TIMES = r"(?:(\d+)\s*[x×*]\s*)?"
+_TIMES = r"(?:(\d{1,7})\s*[x×*]\s*)?"
 _SPEC = re.compile(rf"\s*{_TIMES}{_TIMES}(\S.*?)\s*", re.IGNORECASE)
 
 
