@@ -60,9 +60,7 @@ class Row:
     @property
     def held_out(self) -> bool:
         """Whether constants were chosen without this row."""
-        return (
-            self.group == TORCHTITAN or self.job.length in LENGTHS or self.layout.world_size in GPUS
-        )
+        return self.job.length in LENGTHS or self.layout.world_size in GPUS
 
     @property
     def time(self) -> Time:

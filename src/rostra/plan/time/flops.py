@@ -59,10 +59,12 @@ def trainable(job: Job) -> float:
     if adapter.kind == "none":
         return sizes.parameters
     if adapter.kind == "lora":
+        work = Work(job, Conventions())
         return sum(
             count * adapter.rank * (x.inputs + x.outputs)
             for layer, count in sizes.layers
-            for x in layer.linears
+            for x in work.products(layer, 1)
+            if x.adapted
         )
     if adapter.kind == "ia3":
         width = 2 * sizes.kv_heads * sizes.head_size + sizes.intermediate

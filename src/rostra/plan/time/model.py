@@ -27,8 +27,9 @@ _COMPUTED = (
 )  # fmt: skip
 _EXCHANGED = (*_COMPUTED, "context_method", "expert")
 _SHARDED = (
-    "replicate", "shard", "context", "tensor", "pipeline", "expert", "sharding", "compute",
-    "reduction", "quantization", "adapter", "offload_parameters", "activation_checkpointing",
+    "replicate", "shard", "context", "tensor", "pipeline", "expert", "engine", "sharding",
+    "compute", "reduction", "quantization", "adapter", "offload_parameters",
+    "activation_checkpointing",
 )  # fmt: skip
 _UPDATED = (
     "shard", "context", "tensor", "pipeline", "sharding", "optimizer_states", "adapter",

@@ -39,7 +39,7 @@ class Sharding:
     root_reduce: float = 0.0
     once: float = 0.0  # of the gradients of a step, under no_shard and zero1
     last: float = 0.0  # of their last bucket, which nothing hides
-    after: float = 0.0  # of the parameters that zero1 gathers after the optimizer's step
+    after: float = 0.0  # of the parameters that are gathered after the optimizer's step
 
     def shown(self, depth: float, forward: float, backward: float, pipeline: bool) -> Shown:
         """With `depth` layers that take `forward` and `backward` seconds.
@@ -57,7 +57,7 @@ class Sharding:
         out = max(0.0, self.again + down - backward) * depth + down + root
         total = depth * (self.gather + self.again + down) + self.root_gather + root
         once = depth * self.reduce + self.root_reduce if pipeline else 0.0
-        return Shown(into + out, max(0.0, total - into - out), once)
+        return Shown(into + out, max(0.0, total - into - out), once + self.after)
 
 
 class ShardingTimes:
@@ -87,21 +87,28 @@ class ShardingTimes:
         within, across = self._group(parts, inner), self._group(layout.replicate, inner * parts)
         if not sharded:
             return self._whole(layout, copies, back, within, across)
+        root = self.root / layout.tensor
+        reduce, root_reduce = (
+            within.reduce_scatter(back * x) + across.all_reduce(back * x / parts)
+            for x in (trained, root)
+        )
         computed = 4 if layout.compute == "fp32" else 2
+        if layout.engine == "deepspeed" and layout.sharding == "shard_grad_op":
+            # its ZeRO-2 keeps 16-bit weights whole, and gathers them after the optimizer's step
+            after = within.all_gather(computed * self.trained)
+            return Sharding(copies, reduce=reduce, root_reduce=root_reduce, after=after)
         wire = STORED.get(layout.quantization) or self.conventions.gathered_bytes or computed
         gather = within.all_gather(wire * layer)
         if layout.offload_parameters != "none":  # up from the host first
             link = self.cluster.node.host_link.bandwidth * self.efficiency.host
             gather += 4 * layer / parts / link
-        root = self.root / layout.tensor
         return Sharding(
             copies,
             gather,
             again=0.0 if layout.sharding == "shard_grad_op" else gather,
-            reduce=within.reduce_scatter(back * trained)
-            + across.all_reduce(back * trained / parts),
+            reduce=reduce,
             root_gather=within.all_gather(computed * root),
-            root_reduce=0.0 if frozen else within.reduce_scatter(back * root),
+            root_reduce=0.0 if frozen else root_reduce,
         )
 
     def _whole(
@@ -111,7 +118,9 @@ class ShardingTimes:
         numbers = self.trained / layout.tensor / layout.pipeline
         share = min(1.0, BUCKET / max(1.0, 4 * numbers))
         if layout.sharding == "zero1" and within.ranks > 1:
-            once = within.reduce_scatter(back * numbers)
+            # over gloo an all-to-all, whose parts each rank sums itself
+            on_cpu = self.cluster.device.kind == "cpu"
+            once = (within.all_to_all if on_cpu else within.reduce_scatter)(back * numbers)
             once += across.all_reduce(4 * numbers / within.ranks)
             kept = 2 if layout.compute == "bf16_pure" else 4
             after = within.all_gather(kept * numbers)

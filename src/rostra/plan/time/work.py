@@ -3,6 +3,7 @@ of attention, the bytes of pointwise work, the operations that are started."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -22,7 +23,7 @@ class Product:
     inputs: int
     outputs: int
     part: Part
-    adapted: bool = True  # LoRA's all-linear goes around it
+    adapted: bool = True  # an adapter goes around it
     times: int = 1
     share: float = 1.0
 
@@ -61,8 +62,18 @@ class Work:
             elif linear.cut == "rows":
                 inputs = -(-inputs // tensor)
             mlp = linear.name.split(".")[0] not in PARTS["attention"]
-            found.append(Product(inputs, outputs, "mlp" if mlp else "attention"))
+            part: Part = "mlp" if mlp else "attention"
+            found.append(Product(inputs, outputs, part, self._adapted(linear.name)))
         return (*found, *self._experts(layer))
+
+    def _adapted(self, name: str) -> bool:
+        """Whether the config's adapter goes around the linear layer `name`."""
+        targets = self.job.config.adapter.targets
+        if targets is None or targets == "all-linear":
+            return True
+        if isinstance(targets, str):
+            return re.search(rf"(?:^|\.)(?:{targets})$", name) is not None
+        return any(name == x or name.endswith(f".{x}") for x in targets)
 
     def _experts(self, layer: Layer) -> tuple[Product, ...]:
         """Fused experts are no linear layers: three matrices each, of which a row meets few."""
