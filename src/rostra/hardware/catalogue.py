@@ -19,6 +19,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from rostra.config.base import Count, Section
 from rostra.errors import RequestError
 from rostra.hardware.cluster import Cluster, Device, Link, Node, Precision
+from rostra.hardware.names import Names
 from rostra.hardware.quantity import quantity
 
 _POSITIVE = Field(gt=0, allow_inf_nan=False)
@@ -69,25 +70,8 @@ class Entry(Section):
 
 _LINKS = ("link", "host_link", "network")
 _REFERENCES = ("like", "node")
-_FILLERS = frozenset(
-    "nvidia amd geforce tesla quadro instinct gpu tensor core accelerator generation".split()
-)
 _TIMES = r"(?:(\d{1,7})\s*[x×*]\s*)?"
 _SPEC = re.compile(rf"\s*{_TIMES}{_TIMES}(\S.*?)\s*", re.IGNORECASE)
-
-
-def _words(name: str) -> list[str]:
-    """What tells a name apart: `NVIDIA GeForce RTX 4090` is `rtx`, `4090`; `80G` is `80gb`."""
-    words = re.findall(r"[a-z0-9]+", name.lower())
-    return [re.sub(r"^(\d+)gi?b?$", r"\1gb", x) for x in words if x not in _FILLERS]
-
-
-def _plain(name: str) -> str:
-    return "".join(_words(name))
-
-
-def _sorted(name: str) -> str:
-    return " ".join(sorted(_words(name)))
 
 
 class Catalogue:
@@ -95,30 +79,31 @@ class Catalogue:
 
     def __init__(self, tables: dict[str, dict[str, Any]]) -> None:
         self._tables = tables
-        self._names: dict[str, dict[str, str]] = {}
-        for kind, table in tables.items():
-            found = {_plain(name): name for name in table}
-            for name, values in table.items():
-                for written in (name, *values.get("aliases", ())):
-                    found.setdefault(_plain(written), name)
-                    found.setdefault(_sorted(written), name)
-            self._names[kind] = found
+        self._names = {
+            kind: Names({name: values.get("aliases", ()) for name, values in table.items()})
+            for kind, table in tables.items()
+        }
 
     def names(self) -> list[str]:
         """All devices, as the catalogue writes them."""
         return list(self._tables["devices"])
 
-    def find(self, kind: str, name: str) -> str | None:
-        """The name that is meant; words may stand in another order (`80GB A100`)."""
-        names = self._names[kind]
-        return names.get(_plain(name)) or names.get(_sorted(name))
+    def find(self, kind: str, written: str) -> str | None:
+        """The name that is meant; a device may be told by the memory that it has anyway
+        (`T4-16GB`)."""
+        found = self._names[kind].find(written)
+        return self._sized(written) if found is None and kind == "devices" else found
 
-    def near(self, kind: str, name: str) -> list[str]:
-        """The names most like `name`, the nearest first."""
-        plain, known = _plain(name), self._names[kind]
-        close = [*difflib.get_close_matches(plain, known, n=6, cutoff=0.5)]
-        close += [key for key in known if plain and (plain in key or key in plain)]
-        return list(dict.fromkeys(known[key] for key in close))[:4]
+    def _sized(self, written: str) -> str | None:
+        if (found := self._names["devices"].without_size(written)) is None:
+            return None
+        name, size = found
+        ratio = quantity(self.device(name)["memory"], "B") / size
+        return name if 0.9 < ratio < 1.1 else None
+
+    def near(self, kind: str, written: str) -> list[str]:
+        """The names most like it, the nearest first."""
+        return self._names[kind].near(written)
 
     def device(self, name: str) -> dict[str, Any]:
         """The whole entry of a device that the catalogue has under this very name."""
