@@ -37,6 +37,7 @@ STYLES = {
     "gemma3_text": Style("gemma", after=True, heads=True),
     "gpt2": Style("layer", rotary=False, activation="new_gelu"),
 }
+FLOAT = 4
 UNKNOWN = Style("layer")
 
 
@@ -44,11 +45,10 @@ UNKNOWN = Style("layer")
 class Adapted:
     """What an adapter adds to the linears that it goes around."""
 
-    kind: Literal["none", "lora", "ia3"] = "none"
+    kind: Literal["none", "lora", "ia3", "prompt", "prefix"] = "none"
     names: frozenset[str] = frozenset()  # of linears in a layer
     rank: int = 0
     dora: bool = False
-    scaled_inputs: frozenset[str] = frozenset()  # of ia3: before the product
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,7 @@ class Setting:
     quantized: frozenset[str] = frozenset()  # linears whose weight is made anew
     adapted: Adapted = Adapted()
     kernel: Kernel = "flash"
+    wide_powers: bool = False  # autocast computes powers in float32, as on GPUs
 
     @property
     def tokens(self) -> int:
@@ -99,7 +100,7 @@ class _Tensor:
 def program(sizes: Sizes, layer: Layer, setting: Setting, first: bool = False) -> Program:
     """The operations of `layer`. The `first` of a frozen model has an input that no gradient
     flows to."""
-    flows = setting.trains or not first
+    flows = setting.trains or not first or setting.adapted.kind == "prompt"
     return _Writer(sizes, layer, setting, flows).write()
 
 
@@ -152,6 +153,8 @@ class _Writer:
             query, key = self._norm(query), self._norm(key)
         if self.style.rotary:
             query, key = self._rotated(query), self._rotated(key)
+        if self.setting.adapted.kind == "prefix":
+            key, value = self._with_prefix(key), self._with_prefix(value)
         mixed = self._mixed(query, key, value)
         return self._sliced(self._linear(mixed, out))
 
@@ -185,13 +188,14 @@ class _Writer:
         return self._sliced(self._linear(gate, down))
 
     def _activated(self, x: _Tensor) -> _Tensor:
+        """One operation; or x (1 + tanh(c (x + a x³))) / 2 in several (Hendrycks & Gimpel 2016,
+        arXiv:1606.08415)."""
         if self.style.activation == "one":
             return self._run(x, saves=(x,))
-        wide = self._wide(x)  # 0.5 x (1 + tanh(c (x + a x^3)))
+        wide = self._wide(x) if self.setting.wide_powers else x
         cubed = self._run(wide, saves=(wide,), scratch=2 * wide.size)
-        inner = self._run(x, self._run(cubed, saves=()), passes=(x,) if x.each == 4 else ())
-        bent = self._run(self._run(inner))
-        bent = self._run(bent, saves_output=True)
+        inner = self._run(x, self._run(cubed), passes=(x,) if wide.each == x.each else ())
+        bent = self._run(self._run(inner), saves_output=True)  # tanh
         half, one = self._run(x), self._run(bent, passes=(bent,))
         return self._run(half, one, saves=(half, one))
 
@@ -233,6 +237,13 @@ class _Writer:
         value = self.tape.run(x.value, size=self.tokens * width * x.each)
         return _Tensor(value, width, x.each)
 
+    def _with_prefix(self, x: _Tensor) -> _Tensor:
+        """Learned keys or values at the first positions (Li & Liang 2021, arXiv:2101.00190)."""
+        table = Value(0.0, weight=True)
+        found = self.tape.run(table, size=self.tokens * x.width * FLOAT)
+        learned = self._cast(_Tensor(found, x.width, FLOAT), x.each)
+        return self._run(x, learned)
+
     def _save_output(self, value: Value) -> None:
         """The last operation keeps its own result for the backward pass."""
         from dataclasses import replace
@@ -273,6 +284,9 @@ class _Writer:
         s = self.setting
         inputs, outputs = self._part(linear)
         numbers = inputs * outputs
+        scaled = linear.name in s.adapted.names and s.adapted.kind == "ia3"
+        if scaled and not any(part in linear.name for part in ATTENTION):
+            x = self._cast(self._scaled(self._cast(x, FLOAT)), x.each)
         narrow = self._narrow(x)
         size = self.tokens * outputs * s.product
         if linear.name in s.quantized:
@@ -288,7 +302,16 @@ class _Writer:
         made = _Tensor(out, outputs, s.product)
         if linear.name in s.adapted.names and s.adapted.kind == "lora":
             return self._lora(x, made, inputs, outputs)
+        if scaled and any(part in linear.name for part in ATTENTION):
+            return self._cast(self._scaled(made), made.each)
         return made
+
+    def _scaled(self, x: _Tensor) -> _Tensor:
+        """Times a learned vector (Liu et al. 2022, arXiv:2205.05638)."""
+        vector = Value(x.width * FLOAT, weight=True)
+        size = self.tokens * x.width * FLOAT
+        scaled = self.tape.run(x.value, vector, size=size, saves=(x.value,), scratch=2 * size)
+        return _Tensor(scaled, x.width, FLOAT)
 
     def _lora(self, x: _Tensor, base: _Tensor, inputs: float, outputs: float) -> _Tensor:
         """base + scale B A x (Hu et al. 2021, arXiv:2106.09685)."""
@@ -366,10 +389,13 @@ class _Writer:
         if n == 1:
             return x
         x = self._narrow(x)
-        return _Tensor(self.tape.run(x.value, size=x.size * n), x.width, x.each)
+        size = self.tokens * x.width * x.each  # ranks' parts are put in order once more
+        value = self.tape.run(x.value, size=size, before=size, scratch=size)
+        return _Tensor(value, x.width, x.each)
 
     def _sliced(self, x: _Tensor) -> _Tensor:
         n = self.setting.tensor
         if n == 1:
             return x
-        return _Tensor(self.tape.run(x.value, size=x.size / n, dear=True), x.width, x.each)
+        value = self.tape.run(x.value, size=x.size / n, before=x.size, scratch=x.size, dear=True)
+        return _Tensor(value, x.width, x.each)

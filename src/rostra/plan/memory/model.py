@@ -12,13 +12,12 @@ from rostra.build.stages import loss_chunk
 from rostra.hardware.cluster import Cluster
 from rostra.layout import SHARDED, Layout
 from rostra.parallel.pipeline_split import balance
-from rostra.parallel.replicated import BUCKET_BYTES
 from rostra.plan.job import Job, Layer
 from rostra.plan.memory.layers import Kernel, Setting, norm_profile, program
 from rostra.plan.memory.pipeline import in_flight
 from rostra.plan.memory.step import Layers, Loss, Moment, Parts, Place, Stage, moments
 from rostra.plan.memory.tape import Profile
-from rostra.plan.memory.weights import FLOAT, HALF, Unit, Weights, unit_of
+from rostra.plan.memory.weights import FLOAT, HALF, Matrix, Unit, Weights, under_way, unit_of
 from rostra.plan.results import Memory
 
 T = TypeVar("T")
@@ -124,10 +123,15 @@ class MemoryModel:
         embedding = unit(weights.embedding()) if first else Unit()
         head = unit(weights.head()) if last and not (tied and first) else Unit()
         after = unit(weights.after()) if last else Unit()
-        around = embedding + head + after
-        everything = inside + around
+        apart = sharded and weights.frozen and not tied and not embedding.trained
+        around = (Unit() if apart else embedding) + head + after
+        everything = inside + embedding + head + after
         layer = max(per_layer.values(), key=lambda u: u.gathered, default=Unit())
-        return self._held(x, everything), self._laid(x, everything, layer, around, embedding, head)
+        matrices = [m for i in split for m in weights.layer(self._layers[i])]
+        matrices = [*weights.embedding()] * first + matrices
+        matrices += [*weights.after(), *([] if tied and first else weights.head())] * last
+        laid = self._laid(x, everything, layer, around, embedding, matrices)
+        return self._held(x, everything), laid
 
     def _held(self, x: Layout, all_: Unit) -> Unit:
         """Bytes of this rank between steps: of optimizer states, what ZeRO-1 leaves it."""
@@ -142,7 +146,13 @@ class MemoryModel:
         return replace(all_, part=part, states_part=(states + masters) / parts)
 
     def _laid(
-        self, x: Layout, all_: Unit, layer: Unit, around: Unit, embedding: Unit, head: Unit
+        self,
+        x: Layout,
+        all_: Unit,
+        layer: Unit,
+        around: Unit,
+        embedding: Unit,
+        matrices: list[Matrix],
     ) -> Parts:
         sharded = x.sharding in SHARDED and x.world_size > 1
         gradients = FLOAT * all_.trained_part
@@ -156,12 +166,7 @@ class MemoryModel:
                 gradients = 0.0
             buckets = 0.0
             if grid and (x.reduction != "fp32" or x.sharding == "zero1"):
-                wire = (
-                    REDUCED[x.reduction]
-                    / FLOAT
-                    * min(BUCKET_BYTES + FLOAT * all_.largest / 2, FLOAT * all_.trained)
-                )
-                buckets = 2 * wire
+                buckets = REDUCED[x.reduction] * under_way(matrices, x.tensor)
             return Parts(
                 collected,
                 standing,
@@ -214,13 +219,16 @@ class MemoryModel:
         for at, profile in enumerate(profiles):
             behind = len(split) - 1 - at
             first, last = at == 0, behind == 0
-            if first or last or profile != profiles[at - 1] or profile != profiles[at + 1]:
-                places.append(Place(kept, profile.backward, profile.left, behind, first, last))
+            edge = min(at, behind) < 2  # the next to an end has neighbours on both sides
+            if edge or profile != profiles[at - 1] or profile != profiles[at + 1]:
+                at_layer = (kept, casts, profile.forward, profile.backward, profile.left)
+                places.append(Place(*at_layer, behind, first, last))
             kept += profile.kept
             casts += profile.casts
         setting = self._setting(x, weights, self._layers[0])
         size = setting.tokens / setting.tensor * self.job.sizes.hidden * setting.stream
-        layers = Layers(kept, casts, size, tuple(places), len(split))
+        whole = size * setting.tensor if setting.tensor > 1 else 0.0
+        layers = Layers(kept, casts, size, whole, tuple(places), len(split))
         loss = self._loss(x, weights, setting) if rank == x.pipeline - 1 else None
         return layers, loss, self._batch(x, setting)
 
@@ -248,6 +256,9 @@ class MemoryModel:
     ) -> Profile:
         made = program(self.job.sizes, layer, self._setting(x, weights, layer), first)
         mode = x.activation_checkpointing if again else "none"
+        if x.compile:
+            made.tape.fuse()
+            mode = "selective:operations" if mode in ("none", "offload") else mode
         every = range(len(made.tape.steps))
         stretches = {
             "full": [every], "selective:attention": [made.attention],
@@ -255,7 +266,9 @@ class MemoryModel:
         }  # fmt: skip
         chosen = [every] if mode.startswith("every") else stretches.get(mode, [])
         dear = mode == "selective:operations"
-        return made.tape.profile(made.start, chosen, dear=dear, collected=collected)
+        return made.tape.profile(
+            made.start, chosen, dear=dear, least=x.compile, collected=collected
+        )
 
     def _setting(self, x: Layout, weights: Weights, layer: Layer) -> Setting:
         half = HALF.get(x.compute, FLOAT)
@@ -275,6 +288,7 @@ class MemoryModel:
             quantized=quantized,
             adapted=weights.adapted(layer),
             kernel=self._kernel(x, layer),
+            wide_powers=self.device == "gpu",
         )
 
     def _kernel(self, x: Layout, layer: Layer) -> Kernel:

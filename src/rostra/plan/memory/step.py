@@ -38,7 +38,9 @@ class Place:
     """A layer of a stage, as the backward pass comes to it."""
 
     before: float  # bytes that the layers before it keep
-    backward: float  # the most within it, with what it keeps
+    casts: float  # and autocast has for them
+    forward: float  # the most within its forward pass
+    backward: float  # and in its backward pass, with what it keeps
     gradients: float  # of parameters, within that
     layers_after: int
     first: bool
@@ -52,6 +54,7 @@ class Layers:
     kept: float
     casts: float
     input: float  # bytes that enter, or leave
+    whole: float  # of all positions, where ranks have slices of them between blocks
     places: tuple[Place, ...]
     count: int
 
@@ -154,8 +157,15 @@ def _loss_moments(
 def _in_layer(
     place: Place, stage: Stage, always: Moment, fixed: float, head: float
 ) -> Iterator[Moment]:
-    """Within a layer's backward pass; and, sharded, where its gradients are on their way."""
+    """Within a layer's forward and backward pass; and, sharded, where its gradients are on their
+    way."""
     p, layers = stage.parts, stage.layers
+    there = layers.count - place.layers_after if p.layer and not p.again else 1
+    yield replace(
+        always,
+        activations=fixed + layers.whole + place.before + place.casts + place.forward,
+        gathered=p.around + (there + 1) * p.layer,
+    )
     own = 0.0 if p.collected else place.gradients
     after = 0.0 if p.collected else place.layers_after * p.layer_gradients
     gathered = waiting = 0.0
@@ -165,7 +175,7 @@ def _in_layer(
         if not p.again:
             gathered = p.around + p.layer * (layers.count - place.layers_after)
         waiting = 0.0 if place.last else p.reduced_layer
-    sent = p.buckets if place.first and not place.last else 0.0
+    sent = 0.0 if place.last else p.buckets  # by then one is full
     yield replace(
         always,
         gradients=always.gradients + head + own + after,

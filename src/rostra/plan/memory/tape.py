@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(eq=False)
@@ -85,13 +85,43 @@ class Tape:
         again: Sequence[range] = (),
         *,
         dear: bool = False,
+        least: bool = False,
         collected: bool = False,
     ) -> Profile:
         """Of the layer whose input is `start`, the steps of each stretch in `again` being run
-        once more in the backward pass, but, if `dear` are kept, for those. Where gradients are
-        `collected`, something takes each parameter's away at once."""
-        player = _Player(self.steps, again, dear, collected)
+        once more in the backward pass, but for those that are dear if their results are kept
+        (with `least`, those that are needed). Where gradients are `collected`, something takes
+        each parameter's away at once."""
+        kept: set[int] = set()
+        for stretch in again if dear else ():
+            wanted = self.needed(stretch)
+            chosen = (i for i in stretch if self.steps[i].dear)
+            kept |= {i for i in chosen if not least or self.steps[i].output in wanted}
+        player = _Player(self.steps, again, kept, collected)
         return player.play(start)
+
+    def fuse(self) -> None:
+        """As a compiler has it, which computes what lies between products and attention in
+        registers: only what these take or give has memory, and one cast of a value is enough."""
+        given = {x for step in self.steps if step.dear for x in (*step.inputs, *step.saves)}
+        given |= {step.output for step in self.steps if step.dear} | {self.steps[-1].output}
+        for step in self.steps:
+            if step.output not in given and not step.output.cast:
+                step.output.size = 0.0
+        self.steps = [
+            step if step.dear else replace(step, scratch=0.0, before=0.0) for step in self.steps
+        ]
+
+    def needed(self, steps: range) -> set[Value]:
+        """Of the dear results in a stretch, those without which what is saved there could not be
+        computed again."""
+        wanted: set[Value] = set()
+        for index in reversed(steps):
+            step = self.steps[index]
+            wanted.update(step.saves)
+            if step.output in wanted and not step.dear:
+                wanted.update(step.inputs)
+        return wanted
 
 
 class _Live:
@@ -126,10 +156,9 @@ class _Player:
     """A layer's two passes."""
 
     def __init__(
-        self, steps: list[Step], again: Sequence[range], dear: bool, collected: bool
+        self, steps: list[Step], again: Sequence[range], kept: set[int], collected: bool
     ) -> None:
-        self.steps, self.again = steps, again
-        self.dear, self.collected = dear, collected
+        self.steps, self.kept, self.collected = steps, kept, collected
         self.stretch = {i: stretch for stretch in again for i in stretch}
         self.live = _Live()
         self.gradients: dict[Value, Value] = {}  # and the memory that each lies in
@@ -149,7 +178,7 @@ class _Player:
         for index in reversed(range(len(self.steps))):
             stretch = self.stretch.get(index)
             if stretch is not None and index == stretch[-1]:
-                for value in self._forward(stretch, saving=True):
+                for value in self._forward(self._until_saved(stretch), saving=True):
                     live.drop(value)
             self._backward(self.steps[index])
             if stretch is not None and index == stretch[0]:
@@ -167,9 +196,11 @@ class _Player:
             if stretch is not None and not saving:
                 for value in self._held(stretch) if index == stretch[0] else ():
                     live.hold(value)
-                if self.dear and step.dear:
+                if index in self.kept:
                     live.hold(step.output)
             live.hold(step.output)
+            if saving and index in self.kept:
+                live.drop(step.output)  # found, and taken
             live.peek(step.before)
             made.add(step.output)
             casts += [step.output] if step.output.cast else []
@@ -191,9 +222,12 @@ class _Player:
         """The backward pass has gone through a stretch."""
         for value in self._held(stretch):
             self.live.drop(value)
-        for index in stretch if self.dear else ():
-            if self.steps[index].dear:
-                self.live.drop(self.steps[index].output)
+        for index in self.kept.intersection(stretch).difference(self._until_saved(stretch)):
+            self.live.drop(self.steps[index].output)
+
+    def _until_saved(self, stretch: range) -> range:
+        """What of it has to be run again."""
+        return range(stretch[0], 1 + max(i for i in stretch if self.steps[i].saves))
 
     def _backward(self, step: Step) -> None:
         if not step.output.flows:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from math import ceil
 from typing import Literal, cast
 
@@ -19,6 +20,7 @@ from rostra.adapt.quantized_format import Format, Kind
 from rostra.config.schema import OptimizerSection
 from rostra.layout import OptimizerStates
 from rostra.optim.low_bit import FORMATS, SMALLEST
+from rostra.parallel.replicated import BUCKET_BYTES
 from rostra.plan.job import Cut, Job, Layer, Linear
 from rostra.plan.memory.layers import ATTENTION, Adapted
 
@@ -114,6 +116,18 @@ def unit_of(
     return total
 
 
+def under_way(matrices: Iterable[Matrix], tensor: int) -> float:
+    """Numbers of the two largest neighbours among the buckets in which gradients of `matrices`,
+    in the model's order, travel: DDP's, filled from the last parameter on (Li et al. 2020,
+    arXiv:2006.15704, section 4.2)."""
+    buckets = [0.0]
+    for matrix in reversed([m for m in matrices if m.trains]):
+        if FLOAT * buckets[-1] >= BUCKET_BYTES:
+            buckets.append(0.0)
+        buckets[-1] += matrix.part(tensor, 1)[0]
+    return max((one + other for one, other in pairwise(buckets)), default=buckets[0])
+
+
 def state_bytes(
     m: Matrix, numbers: float, section: OptimizerSection, states: OptimizerStates
 ) -> float:
@@ -206,7 +220,7 @@ class Weights:
     def adapted(self, layer: Layer) -> Adapted:
         table = self.config.adapter
         if self.adapter not in ("lora", "ia3"):
-            return Adapted()
+            return Adapted(cast(Literal["none", "prompt", "prefix"], self.adapter))
         names = [x.name for x in layer.linears]
         targets = table.targets
         if targets is None and self.adapter == "ia3":
