@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from statistics import quantiles
 from typing import Any
@@ -35,10 +35,12 @@ _COLD = 2**28  # bytes, more than caches hold
 
 @dataclass(frozen=True)
 class Bench:
-    """Where and how long a rank measures. `budget` are seconds for one figure."""
+    """Where, how much and how long a rank measures: `most` operations, or a fitting number of
+    bytes and rows, in one figure, which takes about `budget` seconds."""
 
     device: torch.device
     threads: int = 1
+    most: int = 1 << 32
     budget: float = 0.03
 
     def figure(self, what: str, kind: str, sizes: Sequence[int], amount: float, run: Run) -> Figure:
@@ -74,15 +76,14 @@ class Bench:
         return torch.randn(*shape, device=self.device).to(dtype)
 
 
-def products(bench: Bench, precision: str, most: float) -> Iterator[Figure]:
+def products(bench: Bench, precision: str) -> Iterator[Figure]:
     """A linear layer's three products, as forward and backward pass call them, by shape (rows,
-    inputs, outputs): `forward`, `input` and `weight` (their gradients). Shapes of more than
-    `most` operations are passed over. Matrices are others each time, as in a model: none is in
-    a cache."""
+    inputs, outputs): `forward`, `input` and `weight` (their gradients). Matrices are others
+    each time, as in a model: none is in a cache."""
     room = bench.random(_COLD // DTYPES[precision].itemsize, dtype=DTYPES[precision])
     for (inputs, outputs), rows in product(MATRICES, ROWS):
         amount, sizes = 2.0 * rows * inputs * outputs, (rows, inputs, outputs)
-        if amount <= most:
+        if amount <= bench.most:
             for name, run in _linear(_Fresh(room), *sizes).items():
                 yield bench.figure(f"product {name}", precision, sizes, amount, run)
 
@@ -108,7 +109,7 @@ def _linear(matrix: _Fresh, rows: int, inputs: int, outputs: int) -> dict[str, R
     }
 
 
-def attention(bench: Bench, precision: str, most: float) -> Iterator[Figure]:
+def attention(bench: Bench, precision: str) -> Iterator[Figure]:
     """Attention forward, and forward with backward, by length and head size: `causal`, and
     `masked`, when a sample holds several documents and a mask keeps them apart. `amount` has the
     operations of the causal half: 2·T²·size forward for each head, 5 products of T²·size backward
@@ -116,7 +117,7 @@ def attention(bench: Bench, precision: str, most: float) -> Iterator[Figure]:
     for size, length in product((64, 128), LENGTHS):
         heads = max(1, min(8, 4096 // length))
         forward = 2.0 * heads * length**2 * size
-        if 3.5 * forward > most:
+        if 3.5 * forward > bench.most:
             continue
         for kind in ("causal", "masked"):
             if kind == "causal" or size == 64:
@@ -151,7 +152,7 @@ def _attend(
 
 def pointwise(bench: Bench) -> Iterator[Figure]:
     """Bytes read and written a second, by operation and size in bytes of one operand."""
-    for size in (2**16, 2**20, 2**23, 2**26):
+    for size in (2**16, 2**20, 2**23, min(2**26, bench.most >> 3)):
         for name, (amount, run) in _operations(bench, size).items():
             yield bench.figure("pointwise", name, (size,), amount, run)
 
@@ -172,7 +173,7 @@ def _operations(bench: Bench, size: int) -> dict[str, tuple[float, Run]]:
 def update(bench: Bench) -> Figure:
     """The optimizer's step: fused AdamW over float32, 28 bytes a number (four read, three
     written)."""
-    size = 1 << 24
+    size = min(1 << 24, bench.most >> 6)
     parameters = [nn.Parameter(bench.random(size // 8)) for _ in range(8)]
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, 1e-3)
@@ -197,6 +198,6 @@ def launches(bench: Bench) -> Iterator[Figure]:
             z = z.mul(1.0)
         z.backward(x)
 
-    host = Bench(torch.device("cpu"), bench.threads, bench.budget)
+    host = replace(bench, device=torch.device("cpu"))
     yield host.figure("launch", "plain", (count,), count, plain)
     yield host.figure("launch", "graph", (count,), 2 * count, graph)

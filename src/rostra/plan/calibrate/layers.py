@@ -34,7 +34,7 @@ def between(bench: Bench, precision: str) -> Iterator[Figure]:
                 setattr(module, name, _NoProduct(child))
     turn = LlamaRotaryEmbedding(shape).to(bench.device)
     dtype = DTYPES[precision]
-    for rows in ROWS:
+    for rows in [rows for rows in ROWS if rows <= bench.most >> 18]:
         x = bench.random(1, rows, shape.hidden_size).requires_grad_()
         angles = turn(x, torch.arange(rows, device=bench.device)[None])
         gradient = torch.ones_like(x)
@@ -56,7 +56,7 @@ def layer_shape() -> LlamaConfig:
 
 def loss(bench: Bench, precision: str) -> Figure:
     """The loss between the head's products, forward and backward; `amount` are logits."""
-    rows, width, dtype = 1024, 16, DTYPES[precision]
+    rows, width, dtype = min(1024, bench.most >> 18), 16, DTYPES[precision]
     hidden = bench.random(rows, width, dtype=dtype).requires_grad_()
     weight = bench.random(VOCABULARY, width, dtype=dtype).requires_grad_()
     labels = torch.arange(rows, device=bench.device)

@@ -27,11 +27,12 @@ def calibrate(
     folder: Path | None = None,
     shares: Sequence[tuple[int, int]] | None = None,
     most: int | None = None,
+    counts: Sequence[int] | None = None,
 ) -> Calibration:
     """Measure this machine: its GPUs where it has any, else its CPU. `say` is told what is being
     measured; the disk is that of `folder` (the current one when not given). `shares` are the
-    (ranks, threads of each) to measure, by default those that training starts; `most` the
-    operations of the largest measurement."""
+    (ranks, threads of each) to measure, by default those that training starts, and
+    `counts` the numbers of ranks that send; `most` are the operations of one measurement."""
     began = time.perf_counter()
     device = best_device()
     on_gpu = device.type == "cuda"
@@ -46,11 +47,11 @@ def calibrate(
             found = pool.run(ranks, compute_figures, device.type, threads, most)
             measured.append(Share(ranks, threads, tuple(found[0])))
         links: list[Figure] = []
-        for ranks in link_counts(count if on_gpu else usable_cores(), on_gpu):
+        for ranks in counts or link_counts(count if on_gpu else usable_cores(), on_gpu):
             say(f"sending: {_told(ranks, 'rank')}")
             links += pool.run(ranks, link_figures, device.type)[0]
     say("the disk")
-    written = tuple(transfer.disk(folder or Path.cwd()))
+    written = tuple(transfer.disk(folder or Path.cwd(), min(2**28, most)))
     seconds = round(time.perf_counter() - began, 1)
     return Calibration(device.type, tuple(measured), tuple(links), written, seconds)
 
@@ -76,18 +77,18 @@ def compute_figures(kind: str, threads: int, most: int) -> list[Figure]:
         keep_freed_memory(True)  # as training does
     elif supports(device, "fp16"):
         precisions.append("fp16")
-    bench = Bench(device, threads)
+    bench = Bench(device, threads, most)
     try:
-        return list(_figures(bench, precisions, most))
+        return list(_figures(bench, precisions))
     finally:
         if kind == "cpu":
             torch.set_num_threads(1)
 
 
-def _figures(bench: Bench, precisions: Sequence[str], most: int) -> Iterator[Figure]:
+def _figures(bench: Bench, precisions: Sequence[str]) -> Iterator[Figure]:
     for precision in precisions:
-        yield from compute.products(bench, precision, most)
-        yield from compute.attention(bench, precision, most)
+        yield from compute.products(bench, precision)
+        yield from compute.attention(bench, precision)
         yield from layers.between(bench, precision)
         yield layers.loss(bench, precision)
     yield from compute.pointwise(bench)

@@ -40,6 +40,7 @@ class Sharding:
     once: float = 0.0  # of the gradients of a step, under no_shard and zero1
     last: float = 0.0  # of their last bucket, which nothing hides
     after: float = 0.0  # of the parameters that are gathered after the optimizer's step
+    ahead: bool = False  # and go on in the next forward pass
 
     def shown(self, depth: float, forward: float, backward: float, pipeline: bool) -> Shown:
         """With `depth` layers that take `forward` and `backward` seconds.
@@ -49,15 +50,16 @@ class Sharding:
         they are reduced once. Of gradients that all ranks hold, buckets go while the backward
         pass makes more (Li et al. 2020, arXiv:2006.15704, section 3.2.3).
         """
+        after = max(0.0, self.after - depth * forward) if self.ahead else self.after
         if self.once:
             shown = max(self.last, self.once - depth * backward)
-            return Shown(once=shown + self.after, hidden_once=self.once - shown)
+            return Shown(once=shown + after, hidden_once=self.once + self.after - shown - after)
         down, root = (0.0, 0.0) if pipeline else (self.reduce, self.root_reduce)
         into = max(0.0, self.gather - forward) * (depth - 1) + self.gather + self.root_gather
         out = max(0.0, self.again + down - backward) * depth + down + root
         total = depth * (self.gather + self.again + down) + self.root_gather + root
         once = depth * self.reduce + self.root_reduce if pipeline else 0.0
-        return Shown(into + out, max(0.0, total - into - out), once + self.after)
+        return Shown(into + out, max(0.0, total - into - out), once + after)
 
 
 class ShardingTimes:
@@ -124,7 +126,8 @@ class ShardingTimes:
             once += across.all_reduce(4 * numbers / within.ranks)
             kept = 2 if layout.compute == "bf16_pure" else 4
             after = within.all_gather(kept * numbers)
-            return Sharding(copies, once=once, last=once * share, after=after)
+            ahead = "shard" in self.conventions.asynchronous
+            return Sharding(copies, once=once, last=once * share, after=after, ahead=ahead)
         inner = layout.tensor * layout.expert
         once = self._group(within.ranks * across.ranks, inner).all_reduce(back * numbers)
         return Sharding(copies, once=once, last=once * share)
@@ -136,6 +139,8 @@ class ShardingTimes:
         """Bytes moved for a layer's parameters and gradients in a micro batch, besides what
         computes with them: out of what was gathered and into what will be reduced; or casts of
         autocast, of the weights and their gradients, and the sum in the buckets."""
+        if self.conventions.copied_bytes is not None:
+            return self.conventions.copied_bytes * layer
         wide = layout.compute == "fp32"
         if sharded:
             gathers = 1 if layout.sharding == "shard_grad_op" else 2
