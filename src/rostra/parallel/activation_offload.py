@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
@@ -68,8 +69,9 @@ class Offload:
             return None
         given = [x for x in tensors if not x.requires_grad]
         known = (_plain(x) for x in (*given, *module.parameters(), *module.buffers()))
-        stays = {x.untyped_storage().data_ptr() for x in known if x is not None}
-        return _Call(self._host(device), device, stays, before)
+        stays = {x.untyped_storage()._cdata for x in known if x is not None}
+        fake = any(isinstance(x, FakeTensor) for x in tensors)
+        return _Call(_Unwritten() if fake else self._host(device), device, stays, before)
 
     def _host(self, device: torch.device) -> _Host:
         if device.type not in ("cpu", "cuda"):
@@ -87,7 +89,7 @@ def _plain(tensor: Tensor) -> Tensor | None:
     if isinstance(tensor, DTensor):
         with torch.no_grad():
             tensor = tensor.to_local()
-    real = type(tensor) in (Tensor, nn.Parameter) and tensor.device.type != "meta"
+    real = type(tensor) in (Tensor, nn.Parameter, FakeTensor) and tensor.device.type != "meta"
     stored = tensor.layout == torch.strided and not (tensor.is_conj() or tensor.is_neg())
     return tensor if real and stored else None
 
@@ -170,6 +172,22 @@ class _File:
             copy.here = torch.empty(copy.size, dtype=torch.uint8)
             self._file.seek(copy.host)
             self._file.readinto(copy.here.numpy().data)
+        return copy.here
+
+
+class _Unwritten:
+    """For fake tensors, which have no bytes: what comes back is as large as what went."""
+
+    def put(self, data: Tensor) -> _Copy:
+        return _Copy(None, data.numel())
+
+    def end(self) -> None: ...
+
+    def fetch(self, copies: list[_Copy]) -> None: ...
+
+    def get(self, copy: _Copy) -> Tensor:
+        if copy.here is None:
+            copy.here = torch.empty(copy.size, dtype=torch.uint8)
         return copy.here
 
 
@@ -283,7 +301,7 @@ class _Call:
         if plain is None or plain.device != self._device or _is_weight(tensor):
             return tensor.detach()
         storage = plain.untyped_storage()
-        if storage.nbytes() < _SMALL or storage.data_ptr() in self._stays:
+        if storage.nbytes() < _SMALL or storage._cdata in self._stays:
             return tensor.detach()
         key = (StorageWeakRef(storage), plain._version)
         if key not in self._known:

@@ -8,18 +8,14 @@ cannot be built or run fails here as it would on the cluster: on a laptop, befor
 from __future__ import annotations
 
 import time
-import weakref
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -28,20 +24,22 @@ from rostra.adapt.quantized import quantize_model
 from rostra.batch import Batch
 from rostra.build import build_engine
 from rostra.config import Config
+from rostra.dry_run.transformers_changes import masks_as_in_training
+from rostra.dry_run.watch import Watch
 from rostra.errors import RequestError
 from rostra.events import Events
 from rostra.layout import Layout, explain
-from rostra.memory import KINDS, stored_tensors
 from rostra.models.weights import model_on_meta
 from rostra.parallel import TorchEngine
+from rostra.parallel.engine import SAMPLED
 from rostra.parallel.held import local
 from rostra.parallel.in_backward import InBackwardEngine
+from rostra.parallel.mesh import DATA, DIMENSIONS
 from rostra.parallel.single import OnHost
 from rostra.parallel.stage import AUTOCAST
 from rostra.workers.group import leave
 
 CPU = torch.device("cpu")
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
 
 
 @dataclass(frozen=True)
@@ -75,20 +73,9 @@ def dry_run(config: Config, layout: Layout, shape: PretrainedConfig, rank: int =
     in a process that has a process group already.
     """
     began = time.perf_counter()
-    _check(layout, rank)
-    computed = "bf16" if layout.compute == "fp8" else layout.compute
-    layout = replace(layout, compile=False, compute=computed)
-    with _fake_group(rank, layout.world_size):
-        fake, watch = FakeTensorMode(allow_non_fake_inputs=True), _Watch()
-        model = model_on_meta(shape)
-        quantize_model(model, config.quantization)
-        add_adapter(model, config.adapter)
-        weights, memory = _Unwritten(model), _traced(fake, watch)
-        engine = build_engine(config, layout, model, CPU, 1, Events(), weights, memory)
-        assert isinstance(engine, TorchEngine)
+    with fake_rank(config, layout, shape, rank) as (engine, watch):
         built = len(watch.changes)
-        with _traced(fake, watch):
-            kinds = _step(engine, config.data.sequence_length, watch)
+        kinds = _step(engine, config.data.sequence_length, watch)
         kept = {"optimizer", "gradients"} if layout.accumulation > 1 else {"optimizer"}
         return DryRun(
             rank=rank,
@@ -97,6 +84,31 @@ def dry_run(config: Config, layout: Layout, shape: PretrainedConfig, rank: int =
             collectives=dict(watch.calls),
             seconds=time.perf_counter() - began,
         )
+
+
+@contextmanager
+def fake_rank(
+    config: Config, layout: Layout, shape: PretrainedConfig, rank: int = 0, gloo: bool = True
+) -> Iterator[tuple[TorchEngine, Watch]]:
+    """The engine of `rank` of `layout` on fake tensors, and what sees all that is done with it
+    inside, from the building on; see `dry_run`, and `gloo` in `Watch`."""
+    _check(layout, rank)
+    computed = "bf16" if layout.compute == "fp8" else layout.compute
+    layout = replace(layout, compile=False, compute=computed)
+    with fake_group(rank, layout.world_size), masks_as_in_training():
+        # what transformers asks of positions: whether all are of one document
+        watch = Watch(true=not config.data.isolate_documents, gloo=gloo)
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        model = model_on_meta(shape)
+        quantize_model(model, config.quantization)
+        add_adapter(model, config.adapter)
+        weights, memory = Unwritten(model), _traced(fake, watch)
+        engine = build_engine(config, layout, model, CPU, 1, Events(), weights, memory)
+        assert isinstance(engine, TorchEngine)
+        for names in (DATA, SAMPLED, DIMENSIONS):  # making them looks at numbers
+            engine.mesh.group(*names)
+        with _traced(fake, watch):
+            yield engine, watch
 
 
 def _check(layout: Layout, rank: int) -> None:
@@ -120,7 +132,7 @@ def _check(layout: Layout, rank: int) -> None:
 
 
 @contextmanager
-def _fake_group(rank: int, ranks: int) -> Iterator[None]:
+def fake_group(rank: int, ranks: int) -> Iterator[None]:
     """This process as `rank` of `ranks` that only seem to be there; one rank is no group."""
     if ranks == 1:
         yield
@@ -133,12 +145,12 @@ def _fake_group(rank: int, ranks: int) -> Iterator[None]:
 
 
 @contextmanager
-def _traced(fake: FakeTensorMode, watch: _Watch) -> Iterator[None]:
+def _traced(fake: FakeTensorMode, watch: Watch) -> Iterator[None]:
     with fake, watch:
         yield
 
 
-class _Unwritten:
+class Unwritten:
     """A Reader of the weights that `model` will have, which nobody has made."""
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -155,7 +167,7 @@ class _Unwritten:
         return torch.empty(size)
 
 
-def _step(engine: TorchEngine, length: int, watch: _Watch) -> dict[str, set[int]]:
+def _step(engine: TorchEngine, length: int, watch: Watch) -> dict[str, set[int]]:
     """The optimizer step of one micro batch; gives the blocks of each kind but activations."""
     with _updates(engine):
         _run_stages(engine, length)
@@ -198,93 +210,3 @@ def _run_stages(engine: TorchEngine, length: int) -> None:
         with torch.autocast(CPU.type, computed, enabled=computed is not None):
             out = stage(*hidden, **batch.tensors())
             out.backward(torch.ones_like(out))
-
-
-class _Watch(TorchDispatchMode):
-    """Sees every operation on plain tensors: which memory lives when, and what is sent."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-        self.changes: list[tuple[int, int]] = []  # block, and bytes taken or, negative, given back
-        self._live: dict[int, _Block] = {}  # by the storage's address
-        self._blocks = self._now = self._highest = 0
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if any(is_traceable_wrapper_subclass_type(t) for t in types):
-            return NotImplemented  # what a DTensor or a low-bit tensor is made of comes here
-        result = function(*args, **(kwargs or {}))
-        if function.namespace in ("c10d", "_c10d_functional"):
-            name = function.overloadpacket.__name__.replace("_", "")
-            self.calls.update(k for k in COLLECTIVES if name.startswith(k.replace("_", "")))
-        for x in tree_leaves((args, kwargs, result)):
-            if isinstance(x, Tensor) and x.device.type != "meta":
-                self._see(x.untyped_storage())
-        if self._now > self._highest or function.namespace in ("c10d", "fsdp"):
-            # FSDP gives back what it has gathered by resizing it to nothing, which no operation
-            # tells: look before a new maximum, and when it gathers or reduces the next layer
-            for block in list(self._live.values()):
-                self._resize(block)
-            self._highest = max(self._highest, self._now)
-        return result
-
-    def _see(self, storage: torch.UntypedStorage) -> None:
-        address = storage._cdata
-        if address not in self._live:
-            self._blocks += 1
-            block = _Block(self._blocks, weakref.ref(storage, lambda _: self._end(address)))
-            self._live[address] = block
-        self._resize(self._live[address])
-
-    def _end(self, address: int) -> None:
-        block = self._live.pop(address)
-        self._change(block, 0)
-
-    def _resize(self, block: _Block) -> None:
-        storage = block.storage()
-        if storage is not None and storage.nbytes() != block.bytes:
-            self._change(block, storage.nbytes())
-
-    def _change(self, block: _Block, size: int) -> None:
-        self.changes.append((block.number, size - block.bytes))
-        self._now += size - block.bytes
-        block.bytes = size
-
-    def blocks(self, tensors: Iterable[Any]) -> set[int]:
-        """Those that hold `tensors` now; whatever else is among them holds none."""
-        found = set()
-        for tensor in tensors:
-            for part in stored_tensors(tensor) if isinstance(tensor, Tensor) else ():
-                if (block := self._live.get(part.untyped_storage()._cdata)) is not None:
-                    found.add(block.number)
-        return found
-
-    def at_peak(self, kinds: Mapping[str, set[int]], built: int, kept: set[str]) -> dict[str, int]:
-        """Bytes by kind, and their `total`, when it was largest after the first `built` changes.
-
-        A block is of the first of KINDS that names it; the rest are activations. Blocks of the
-        `kept` kinds count from the beginning: the step before, or micro batch, has left them.
-        """
-        kind_of = {n: kind for kind in reversed(KINDS) for n in kinds.get(kind, ())}
-        now = dict.fromkeys(KINDS, 0)
-        for number, size in self.changes:
-            if (kind := kind_of.get(number)) in kept:
-                now[kind] += size
-        peak: dict[str, int] = {}
-        for index, (number, size) in enumerate(self.changes):
-            if (kind := kind_of.get(number, "activations")) not in kept:
-                now[kind] += size
-            if index >= built and sum(now.values()) > sum(peak.values()):
-                peak = dict(now)
-        return {**peak, "total": sum(peak.values())}
-
-
-@dataclass
-class _Block:
-    """Memory of one storage."""
-
-    number: int
-    storage: weakref.ref[torch.UntypedStorage]
-    bytes: int = 0
