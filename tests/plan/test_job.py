@@ -18,6 +18,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"num_key_value_heads": 1, "head_dim": 32, "sliding_window": 16},
     "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4},
     "phi3": {"pad_token_id": 0},
+    "opt": {"ffn_dim": 160, "word_embed_proj_dim": 32},
 }
 COMMON = {
     "hidden_size": 64,

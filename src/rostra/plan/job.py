@@ -56,6 +56,7 @@ class Sizes:
     family: str  # transformers' model type
     layers: tuple[tuple[Layer, int], ...]
     hidden: int
+    width: int  # of an embedding: hidden, but in a few families
     heads: int
     kv_heads: int
     head_size: int
@@ -72,7 +73,7 @@ class Sizes:
 
     @cached_property
     def embedding(self) -> int:
-        return self.vocabulary * self.hidden
+        return self.vocabulary * self.width
 
     @cached_property
     def parameters(self) -> int:
@@ -127,6 +128,7 @@ def sizes_of(shape: PretrainedConfig) -> Sizes:
         family=text.model_type,
         layers=tuple(kinds.items()),
         hidden=text.hidden_size,
+        width=source.weight.shape[1],
         heads=heads,
         kv_heads=getattr(text, "num_key_value_heads", None) or heads,
         head_size=getattr(text, "head_dim", None) or text.hidden_size // heads,
