@@ -32,6 +32,7 @@ from rostra.plan.time import TimeModel
 
 TORCHTITAN = "torchtitan"
 LENGTHS, GPUS = (1024, 4096, 16384), (16, 64, 256)  # of rows held out while choosing constants
+ELSE = Path(__file__).parent / "published_elsewhere.csv"
 FOLDER = Path(__file__).parents[1] / "../shared/data/published"
 PARTS = ("compute", "memory", "recompute", "bubble", "optimizer", "overhead")
 
@@ -43,6 +44,23 @@ FOUNDRY = Conventions(
 # torchtitan: FSDP2 with bf16 activations, gradients reduced in float32, per-operation
 # checkpointing that computes every second product again.
 TITAN = Conventions(stream_bytes=2, gathered_bytes=2, reduction_bytes=4, recomputed_products=0.5)
+ELSEWHERE = {
+    TORCHTITAN: TITAN,
+    # Megatron-LM of 2022: attention's scores are written, softmax with mask is one kernel.
+    "megatron": Conventions(fused=True, attention="materialised", stream_bytes=2, copied_bytes=8),
+    # FSDP of PyTorch 2.1, all in bf16, not compiled.
+    "fsdp": Conventions(stream_bytes=2, gathered_bytes=2, reduction_bytes=2),
+    # NeMo with Transformer Engine: fused kernels, cuDNN's attention, everything asynchronous.
+    "nemo": Conventions(
+        fused=True,
+        attention="flash3",
+        stream_bytes=2,
+        gathered_bytes=2,
+        reduction_bytes=2,
+        copied_bytes=8,
+        asynchronous=("tensor", "pipeline", "shard"),
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -174,7 +192,7 @@ def titan(path: Path) -> Iterator[Row]:
             compute="fp8" if yes["float8"] else "bf16",
             compile=yes["compile"],
         )
-        conventions = replace(TITAN, async_tensor=yes["async_tensor"])
+        conventions = replace(TITAN, asynchronous=("tensor",) * yes["async_tensor"])
         if yes["float8"]:
             conventions = replace(conventions, gathered_bytes=1)
         yield Row(
@@ -185,6 +203,46 @@ def titan(path: Path) -> Iterator[Row]:
             f"{number['gpus']}xH100-96GB",
             conventions,
             float(row["tokens_per_second_per_gpu"]),
+        )
+
+
+def elsewhere(path: Path) -> Iterator[Row]:
+    """Rows of papers and other trainers, which no constant was chosen by."""
+    for row in csv.DictReader(path.open()):
+        number = {k: int(v) for k, v in row.items() if v and v.isdigit()}
+        ranks = {k: number[k] for k in ("tensor", "pipeline", "stages", "shard", "replicate")}
+        sizes = {
+            "hidden_size": number["hidden"],
+            "intermediate_size": number["intermediate"],
+            "num_hidden_layers": number["layers"],
+            "num_attention_heads": number["heads"],
+            "num_key_value_heads": number["kv_heads"],
+        }
+        several = "interleaved_1f1b" if number["stages"] > 1 else "1f1b"
+        rows, samples = number["global_batch"], number["micro_batch"]
+        layout = Layout(
+            samples,
+            rows // (samples * number["shard"] * number["replicate"]),
+            **ranks,
+            pipeline_schedule=several if number["pipeline"] > 1 else "none",
+            sharding=row["sharding"],
+            activation_checkpointing=row["checkpointing"],
+            compute=row["compute"],
+            compile=row["trainer"] == TORCHTITAN,
+        )
+        speed = row["tokens_per_second_per_gpu"]
+        if not speed:
+            speed = rows * number["length"] / float(row["step_seconds"]) / layout.world_size
+        shape = AutoConfig.for_model(row["family"], vocab_size=number["vocabulary"], **sizes)
+        yield Row(
+            f"{row['trainer']}, {shape.model_type} of {sizes['hidden_size']}x{number['layers']} "
+            f"{number['length']} {row['hardware']} {layout.describe()}",
+            f"elsewhere: {row['trainer']}",
+            job(shape, number["length"], rows),
+            layout,
+            row["hardware"],
+            ELSEWHERE[row["trainer"]],
+            float(speed),
         )
 
 
@@ -199,7 +257,9 @@ def summary(found: list[Row]) -> dict[str, dict[str, float]]:
     """Errors of the time of a step by group of rows."""
     groups = defaultdict(list)
     for row in found:
-        for name in ("all", "held out" if row.held_out else "chosen by", row.group):
+        other = row.group.startswith("elsewhere")
+        known = ["all", "held out" if row.held_out else "chosen by"]
+        for name in (*(["elsewhere"] if other else known), row.group):
             groups[name].append(row.error)
     return {
         name: {
@@ -219,7 +279,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--parts", action="store_true", help="what each step goes to")
     asked = parser.parse_args()
-    found = rows(asked.folder)
+    found = [*rows(asked.folder), *elsewhere(ELSE)]
     if asked.json:
         named = [
             {"name": r.name, "group": r.group, "held_out": r.held_out, "error": r.error,
@@ -235,7 +295,7 @@ def main() -> None:
             print(" " * 28, row.parts)
     for name, x in summary(found).items():
         print(
-            f"{name:12} {x['rows']:3.0f} rows: mean absolute error {x['mean_absolute']:.1%}, "
+            f"{name:22} {x['rows']:3.0f} rows: mean absolute error {x['mean_absolute']:.1%}, "
             f"median {x['median_absolute']:.1%}, mean {x['mean']:+.1%}, worst {x['worst']:+.1%}"
         )
 

@@ -167,7 +167,7 @@ def test_tensor_parallelism_wants_the_links_of_a_node() -> None:
     layout = Layout(8, 1, tensor=8, compute="bf16")
     near, far = timed(layout, "8xH100"), timed(layout, "8x1xH100")
     assert far.communication["tensor"] > 5 * near.communication["tensor"]
-    asynchronous = timed(layout, conventions=Conventions(async_tensor=True))
+    asynchronous = timed(layout, conventions=Conventions(asynchronous=("tensor",)))
     assert asynchronous.communication["tensor"] < near.communication["tensor"] / 2
 
 

@@ -120,10 +120,13 @@ def _tables() -> dict[str, dict[str, Any]]:
 class Conventions:
     """Habits of a trainer that a layout does not say. The defaults are Rostra's."""
 
-    fused: bool = False  # norms, rotary embeddings and losses in kernels of their own
-    attention: Literal["flash", "flash1", "materialised"] = "flash"
+    fused: bool = False  # norms, rotary embeddings, casts and losses in kernels of their own
+    attention: Literal["flash", "flash1", "flash3", "materialised"] = "flash"
     stream_bytes: int | None = None  # of a number between layers; None: as autocast leaves it
     reduction_bytes: int | None = None  # of a gradient on its way; None: the layout's
     gathered_bytes: int | None = None  # of a parameter on its way; None: the layout's
-    async_tensor: bool = False  # tensor-parallel collectives hide behind their products
+    copied_bytes: int | None = None  # for a parameter in a micro batch; None: as autocast does
+    # axes whose collectives go on beside computing: `tensor` in parts behind its products,
+    # `pipeline` behind other micro batches, `shard` (zero1's gather) behind the next forward pass
+    asynchronous: tuple[str, ...] = ()
     recomputed_products: float = 0.0  # the share that `selective:operations` computes again

@@ -33,7 +33,7 @@ class ExchangeTimes:
         size = self._rows(layout) * self.job.sizes.hidden * stream_bytes(layout, self.conventions)
         again = 3 if layout.activation_checkpointing == "full" else 0
         total = (8 + again) * ranks.all_gather(size)
-        if not self.conventions.async_tensor:
+        if "tensor" not in self.conventions.asynchronous:
             return total
         products = micro.forward.products + micro.backward.products + micro.again.products
         return max(total - products, total / layout.tensor)
@@ -58,7 +58,7 @@ class ExchangeTimes:
 
     def sends(self, layout: Layout) -> float:
         """Hidden states to the next stage and their gradients back, for a micro batch."""
-        if layout.pipeline == 1:
+        if layout.pipeline == 1 or "pipeline" in self.conventions.asynchronous:
             return 0.0
         rows = self._rows(layout) / layout.tensor
         size = rows * self.job.sizes.hidden * stream_bytes(layout, self.conventions)

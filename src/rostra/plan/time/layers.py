@@ -20,15 +20,17 @@ from rostra.plan.time.work import Bytes, Product, Work
 
 PRODUCTS = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "bf16_pure": "bf16", "fp8": "fp8"}
 STORED = {"nf4": 0.52, "fp4": 0.52, "int8": 1.01}  # bytes of a quantised number, with its scales
-# FlashAttention beside FlashAttention-2 of the same GPU: Dao 2023, arXiv:2307.08691, figure 4.
-FLASH1 = 0.55
+# FlashAttention and, on Hopper, FlashAttention-3 (and cuDNN's) beside FlashAttention-2: Dao 2023,
+# arXiv:2307.08691, figure 4; Shah et al. 2024, arXiv:2407.08608, figures 5 and 6.
+KERNELS = {"flash1": 0.55, "flash": 1.0, "flash3": 1.6}
 # Bytes for a score that is written out: by operations of their own (scale, mask, softmax, and
 # their gradients), or in one kernel.
 SCORE, FUSED_SCORE = (16, 20), (6, 8)
 # Bytes for a logit between the head's products: `optim.losses`, by operations or compiled.
 LOGIT, FUSED_LOGIT = 56, 12
-# Bytes for a number that is scaled and rounded to 8 bits: its largest value, then the cast.
-ROUND, FUSED_ROUND = 9, 5
+# Bytes for a number that is scaled and rounded to 8 bits: its largest value, then the cast; by
+# operations, compiled, or in one kernel that writes it twice, as it is and transposed.
+ROUND, COMPILED_ROUND, FUSED_ROUND = 9, 5, 4
 
 
 @dataclass(frozen=True)
@@ -195,7 +197,7 @@ class LayerTimes:
         operations = 4.0 * heads * pairs * sizes.head_size
         seconds = self.kernels.attention(operations, length, sizes.head_size, precision)
         seconds /= self.efficiency.masked(log2(length)) if masked else 1
-        seconds /= FLASH1 if kind == "flash1" else 1
+        seconds /= KERNELS[kind]
         return seconds, 2.5 * seconds
 
     def _pointwise(
@@ -211,8 +213,10 @@ class LayerTimes:
             dequantised = numbers * (STORED[layout.quantization] + computed)
             forward, backward = forward + dequantised, backward + dequantised
         if layout.compute == "fp8":
-            fused = layout.compile or self.conventions.fused
-            each = FUSED_ROUND if fused else ROUND
+            each = COMPILED_ROUND if layout.compile else ROUND
+            each = FUSED_ROUND if self.conventions.fused else each
+            if self.conventions.gathered_bytes == 1 or self.conventions.fused:
+                numbers = 0  # weights are rounded once a step
             into = rows * sum(x.inputs * x.times * x.share for x in products)
             out = rows * sum(x.outputs * x.times * x.share for x in products)
             forward += each * (into + numbers)
