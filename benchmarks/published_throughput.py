@@ -43,7 +43,13 @@ FOUNDRY = Conventions(
 )
 # torchtitan: FSDP2 with bf16 activations, gradients reduced in float32, per-operation
 # checkpointing that computes every second product again.
-TITAN = Conventions(stream_bytes=2, gathered_bytes=2, reduction_bytes=4, recomputed_products=0.5)
+TITAN = Conventions(
+    fused_ring=True,
+    stream_bytes=2,
+    gathered_bytes=2,
+    reduction_bytes=4,
+    recomputed_products=0.5,
+)
 ELSEWHERE = {
     TORCHTITAN: TITAN,
     # Megatron-LM of 2022: attention's scores are written, softmax with mask is one kernel.

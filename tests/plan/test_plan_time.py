@@ -217,6 +217,15 @@ def test_attention_counts_what_is_seen() -> None:
     assert share(65536, **windows) < 0.5 * share(65536)
 
 
+def test_a_ring_by_blocks_is_slower_than_all_to_alls_with_a_fused_kernel() -> None:
+    layout = Layout(1, 1, context=8, sharding="no_shard", compute="bf16")
+    ring = replace(layout, context_method="ring")
+    of = job(65536, 1)
+    assert timed(ring, of=of).step > 2 * timed(layout, of=of).step
+    fused = timed(ring, of=of, conventions=Conventions(fused_ring=True))
+    assert fused.step == pytest.approx(timed(layout, of=of).step, rel=0.1)
+
+
 def test_experts_cost_what_a_row_meets() -> None:
     sizes = {**LLAMA, "vocab_size": 32000}
     dense = timed(SINGLE, of=job(2048, family="mistral", **sizes))

@@ -1,31 +1,20 @@
 """Seconds that one device computes on a micro batch: a layer forward, backward and again, and
-what stands around the layers.
-
-A roofline (Williams, Waterman & Patterson 2009, CACM 52(4)): each kernel takes the longer of its
-operations at the rate that kernels of its size reach, and its bytes at the memory's bandwidth.
-"""
+what stands around the layers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from math import log2
 
 from rostra.hardware.cluster import Device
 from rostra.layout import Layout
 from rostra.parallel.activations import PARTS
 from rostra.plan.efficiency import Conventions, Efficiency
 from rostra.plan.job import Job, Layer
+from rostra.plan.time.attention import AttentionTimes
+from rostra.plan.time.kernels import PRODUCTS, Kernels
 from rostra.plan.time.work import Bytes, Product, Work
 
-PRODUCTS = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "bf16_pure": "bf16", "fp8": "fp8"}
 STORED = {"nf4": 0.52, "fp4": 0.52, "int8": 1.01}  # bytes of a quantised number, with its scales
-# FlashAttention and, on Hopper, FlashAttention-3 (and cuDNN's) beside FlashAttention-2: Dao 2023,
-# arXiv:2307.08691, figure 4; Shah et al. 2024, arXiv:2407.08608, figures 5 and 6.
-KERNELS = {"flash1": 0.55, "flash": 1.0, "flash3": 1.6}
-# Bytes for a score that is written out: by operations of their own (scale, mask, softmax, and
-# their gradients), or in one kernel.
-SCORE, FUSED_SCORE = (16, 20), (6, 8)
 # Bytes for a logit between the head's products: `optim.losses`, by operations or compiled.
 LOGIT, FUSED_LOGIT = 56, 12
 # Bytes for a number that is scaled and rounded to 8 bits: its largest value, then the cast; by
@@ -87,44 +76,6 @@ def stream_bytes(layout: Layout, conventions: Conventions) -> int:
     return 2 if layout.compute == "bf16_pure" else 4
 
 
-class Kernels:
-    """Seconds of single operations on a device."""
-
-    def __init__(self, device: Device, efficiency: Efficiency) -> None:
-        self.device, self.efficiency = device, efficiency
-
-    def product(self, rows: float, inputs: float, outputs: float, precision: str) -> float:
-        """Of a matrix [rows, inputs] times [inputs, outputs]: its operations, and then the part
-        of writing the result that nothing hides; at least its bytes."""
-        operations, width = 2.0 * rows * inputs * outputs, 4 if precision == "fp32" else 2
-        result = width * rows * outputs
-        moved = self.moved(width * (rows * inputs + inputs * outputs) + result)
-        computed = operations / self.rate(precision, operations)
-        return max(computed + self.efficiency.epilogue * self.moved(result), moved)
-
-    def rate(self, precision: str, operations: float) -> float:
-        """Operations a second of a product of so many."""
-        return self.peak(precision) * self.efficiency.product(precision)(log2(operations))
-
-    def peak(self, precision: str) -> float:
-        """Operations a second; those of float32 where the device does not know `precision`."""
-        known: Mapping[str, float] = {str(kind): rate for kind, rate in self.device.flops.items()}
-        return known.get(precision) or known["fp32"]
-
-    def attention(self, operations: float, length: float, size: int, precision: str) -> float:
-        """Of fused attention over `length` positions, heads of `size` numbers."""
-        precision = "bf16" if precision == "fp8" else precision
-        share = self.efficiency.attend(precision)(log2(length))
-        share *= self.efficiency.head_size(log2(size))
-        return operations / (self.peak(precision) * share)
-
-    def moved(self, size: float) -> float:
-        """Of reading and writing `size` bytes."""
-        if size <= 0:
-            return 0.0
-        return size / (self.device.bandwidth * self.efficiency.bandwidth(log2(size)))
-
-
 class LayerTimes:
     """The seconds of a micro batch under a layout, without communication."""
 
@@ -134,6 +85,7 @@ class LayerTimes:
         self.job, self.efficiency, self.conventions = job, efficiency, conventions
         self.work = Work(job, conventions)
         self.kernels = Kernels(device, efficiency)
+        self.attention = AttentionTimes(job, device, efficiency, conventions)
 
     def __call__(self, layout: Layout) -> Micro:
         sizes = self.job.sizes
@@ -155,7 +107,7 @@ class LayerTimes:
         rows = layout.micro_batch * self.job.length / layout.context
         products = self.work.products(layer, layout.tensor)
         parts = {part: self._products(rows, products, part, layout) for part in PARTS}
-        linear, scores = sum(parts.values()), self._scores(layer, layout)
+        linear, scores = sum(parts.values()), self.attention(layer, layout)
         moved = self._pointwise(layer, rows, products, layout)
         extra, more = self._adapter(rows, products, layout)
         weights = linear if layout.adapter == "none" else extra
@@ -179,26 +131,6 @@ class LayerTimes:
             for x in products
             if x.part == part
         )
-
-    def _scores(self, layer: Layer, layout: Layout) -> tuple[float, float]:
-        """Attention forward and backward: 2 and 5 products of the pairs that are seen
-        (FlashAttention computes scores again: Dao et al. 2022, arXiv:2205.14135)."""
-        sizes, length, kind = self.job.sizes, self.job.length, self.conventions.attention
-        heads = layout.micro_batch * sizes.heads / layout.tensor / layout.context
-        precision = PRODUCTS[layout.compute]
-        if kind == "materialised":
-            whole = heads * length**2
-            one = self.kernels.product(heads * length, sizes.head_size, length, precision)
-            bytes_of = FUSED_SCORE if self.conventions.fused else SCORE
-            moved = [self.kernels.moved(whole * each) for each in bytes_of]
-            return 2 * one + moved[0], 4 * one + moved[1]
-        masked = self.job.config.data.isolate_documents
-        pairs = length**2 / 2 if masked else self.work.pairs(layer, length)  # a mask skips none
-        operations = 4.0 * heads * pairs * sizes.head_size
-        seconds = self.kernels.attention(operations, length, sizes.head_size, precision)
-        seconds /= self.efficiency.masked(log2(length)) if masked else 1
-        seconds /= KERNELS[kind]
-        return seconds, 2.5 * seconds
 
     def _pointwise(
         self, layer: Layer, rows: float, products: tuple[Product, ...], layout: Layout

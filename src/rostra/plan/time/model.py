@@ -23,9 +23,9 @@ Value = TypeVar("Value")
 # What the parts look at in a layout; each is computed once for what it depends on.
 _COMPUTED = (
     "micro_batch", "context", "tensor", "compute", "compile", "quantization", "adapter",
-    "activation_checkpointing",
+    "activation_checkpointing", "context_method",
 )  # fmt: skip
-_EXCHANGED = (*_COMPUTED, "context_method", "expert")
+_EXCHANGED = (*_COMPUTED, "expert")
 _SHARDED = (
     "replicate", "shard", "context", "tensor", "pipeline", "expert", "engine", "sharding",
     "compute", "reduction", "quantization", "adapter", "offload_parameters",

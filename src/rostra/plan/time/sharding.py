@@ -10,7 +10,8 @@ from rostra.plan.efficiency import Conventions, Efficiency
 from rostra.plan.job import Job
 from rostra.plan.time.collectives import Group, group
 from rostra.plan.time.flops import trainable
-from rostra.plan.time.layers import STORED, Kernels
+from rostra.plan.time.kernels import Kernels
+from rostra.plan.time.layers import STORED
 
 BUCKET = 25 * 2**20  # bytes of gradients that travel together under no_shard and zero1
 REDUCED = {"fp32": 4, "bf16": 2}
