@@ -68,6 +68,7 @@ class Setting:
     adapted: Adapted = Adapted()
     kernel: Kernel = "flash"
     wide_powers: bool = False  # autocast computes powers in float32, as on GPUs
+    every_other: bool = False  # of products, every second is dear
 
     @property
     def tokens(self) -> int:
@@ -120,6 +121,7 @@ class _Writer:
         self.between = setting.tokens / setting.tensor
         size = self.between * sizes.hidden * setting.stream
         self.start = _Tensor(Value(size, flows), sizes.hidden, setting.stream)
+        self.products = 0
 
     def write(self) -> Program:
         attention = [x for x in self.layer.linears if any(p in x.name for p in ATTENTION)]
@@ -298,7 +300,9 @@ class _Writer:
             if s.copies:
                 taken = self.tape.run(parameter, size=numbers * 2, cast=True)
             saves = [taken, *([narrow.value] if s.trains else [])]
-            out = self.tape.run(narrow.value, taken, size=size, saves=saves, dear=True)
+            self.products += 1
+            dear = not s.every_other or self.products % 2 == 1
+            out = self.tape.run(narrow.value, taken, size=size, saves=saves, dear=dear)
         made = _Tensor(out, outputs, s.product)
         if linear.name in s.adapted.names and s.adapted.kind == "lora":
             return self._lora(x, made, inputs, outputs)

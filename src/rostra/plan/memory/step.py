@@ -9,7 +9,7 @@ alike from layer to layer), at the embedding, and in the update.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 FLOAT = 4
 
@@ -57,6 +57,7 @@ class Layers:
     whole: float  # of all positions, where ranks have slices of them between blocks
     places: tuple[Place, ...]
     count: int
+    spare: float = 0.0  # that a layer's forward pass takes and gives back
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,8 @@ class Loss:
     product: float = 0.0  # a summand of the head's gradient, with the chunk's gradient
     head: float = 0.0  # bytes of the gradient that the head's weight gets
     norm: float = 0.0  # the most in the norm's backward pass
+    outputs: float = 0.0  # that a pipeline keeps of each micro batch
+    blocks: float = 0.0  # given back, too small for what comes after
 
 
 @dataclass(frozen=True)
@@ -87,11 +90,13 @@ class Parts:
     layer: float = 0.0
     around: float = 0.0
     again: bool = False  # layers are gathered again for the backward pass
+    stays: bool = False  # and stay so after it, their gradients whole, for more micro batches
     reduced_layer: float = 0.0  # what a layer's reduce-scatter takes
     reduced_around: float = 0.0
     reduced_part: float = 0.0  # of what comes of it, before it is added to what was there
     around_gradients: float = 0.0  # not yet reduced
-    around_part: float = 0.0  # reduced
+    pool: float = 0.0  # of reduced gradients, a step's
+    held_last: float = 0.0  # of the last layer, gathered from its forward pass on
     buckets: float = 0.0  # under way
     temporary: float = 0.0  # in the optimizer's step
 
@@ -105,15 +110,17 @@ class Stage:
     parts: Parts
     in_flight: float = 1.0  # micro batches whose activations are kept at once
     first: bool = True
+    stages: int = 0  # of a pipeline, on this rank
+    outputs: float = 0.0  # of all micro batches, that are kept to the end of the step
     buffers: float = 0.0  # that hidden states are received into
     batch: float = 0.0  # tokens and what else all layers share
-    more: list[str] = field(default_factory=list)
 
 
 def moments(stage: Stage) -> Iterator[Moment]:
     """Where the peak can be."""
     p, layers = stage.parts, stage.layers
-    fixed = stage.batch + (stage.in_flight - 1) * layers.kept
+    sent = 0.0 if stage.loss is not None else layers.input * stage.stages  # and kept till then
+    fixed = stage.batch + (stage.in_flight - 1) * (layers.kept + sent) + stage.outputs
     kept = layers.kept + fixed
     always = Moment(p.standing, communication=stage.buffers)
     ahead = layers.count and p.layer  # of layers whose parameters are there, or on their way
@@ -140,7 +147,7 @@ def _loss_moments(
     loss: Loss, always: Moment, kept: float, layers: Layers, held: float, ahead: float, p: Parts
 ) -> Iterator[Moment]:
     there = kept + layers.casts + layers.input + loss.kept + loss.output
-    gathered = p.around + (ahead if p.again else layers.count * p.layer + ahead)
+    gathered = p.around + p.held_last + (ahead if p.again else layers.count * p.layer + ahead)
     logits = loss.gradients + loss.copies + max(loss.logits, loss.product)
     yield replace(always, activations=there, logits=logits, gathered=gathered)
     taken = kept + layers.input + loss.kept
@@ -168,18 +175,14 @@ def _in_layer(
     )
     own = 0.0 if p.collected else place.gradients
     after = 0.0 if p.collected else place.layers_after * p.layer_gradients
-    gathered = waiting = 0.0
-    if p.layer:
-        ahead = 0.0 if place.first else p.layer
-        gathered = p.around + p.layer + ahead
-        if not p.again:
-            gathered = p.around + p.layer * (layers.count - place.layers_after)
-        waiting = 0.0 if place.last else p.reduced_layer
+    gathered = _gathered(p, layers, place)
+    waiting = 0.0 if place.last or p.stays else p.reduced_layer
     sent = 0.0 if place.last else p.buckets  # by then one is full
+    grown = p.layer if p.stays else 0.0  # its gradients, before they are added
     yield replace(
         always,
         gradients=always.gradients + head + own + after,
-        activations=fixed + place.before + place.backward - own,
+        activations=fixed + place.before + place.backward - own + grown,
         gathered=gathered,
         communication=always.communication + waiting + sent,
     )
@@ -191,6 +194,17 @@ def _in_layer(
             gathered=gathered,
             communication=always.communication + p.reduced_layer + p.reduced_part,
         )
+
+
+def _gathered(p: Parts, layers: Layers, place: Place) -> float:
+    """Parameters of all ranks that are here in a layer's backward pass."""
+    if p.stays:
+        ahead = 2 if p.again and not place.first else 1
+        count = place.layers_after + ahead if p.again else layers.count
+        return p.around + p.layer * count
+    if p.again:
+        return p.around + p.layer * (1 if place.first else 2)
+    return p.around + p.layer * (layers.count - place.layers_after)
 
 
 def _at_embedding(stage: Stage, always: Moment, fixed: float) -> Iterator[Moment]:
@@ -208,17 +222,18 @@ def _at_embedding(stage: Stage, always: Moment, fixed: float) -> Iterator[Moment
         return
     after = always.gradients + layers.count * p.layer_gradients
     extra = p.embedding if p.tied else 0.0
+    stays = layers.count * p.layer if p.stays else 0.0
     yield replace(
         always,
         gradients=after + p.around_gradients,
         activations=fixed + layers.input + extra,
-        gathered=p.around,
+        gathered=p.around + stays,
         communication=always.communication + p.reduced_layer,
     )
     yield replace(
         always,
         gradients=after + p.around_gradients,
         activations=fixed,
-        gathered=p.around,
-        communication=always.communication + p.reduced_around,
+        gathered=p.around + stays,
+        communication=always.communication + max(p.reduced_around, p.reduced_layer),
     )

@@ -52,6 +52,7 @@ class Profile:
     forward: float
     backward: float
     left: float  # gradients of parameters after the backward pass
+    copies: float  # of parameters in 16 bits, within what is kept
 
 
 @dataclass
@@ -183,7 +184,8 @@ class _Player:
             self._backward(self.steps[index])
             if stretch is not None and index == stretch[0]:
                 self._let_go(stretch)
-        return Profile(kept, with_casts - without, forward, live.highest, self.left)
+        copies = sum(v.size for v in casts) - (with_casts - without)
+        return Profile(kept, with_casts - without, forward, live.highest, self.left, copies)
 
     def _forward(self, indices: range, saving: bool) -> list[Value]:
         """Run some steps; gives the casts that autocast holds after them. `saving` is the second

@@ -1,0 +1,138 @@
+"""What lies on a rank of a pipeline from step to step under a layout, and how its parameters and
+gradients move in one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rostra.layout import SHARDED, Layout
+from rostra.plan.job import Job, Layer
+from rostra.plan.memory.conventions import Conventions
+from rostra.plan.memory.step import Parts
+from rostra.plan.memory.weights import FLOAT, HALF, Matrix, Unit, Weights, under_way, unit_of
+
+REDUCED = {"fp32": 4, "bf16": 2}
+
+
+def is_sharded(x: Layout) -> bool:
+    return x.sharding in SHARDED and x.world_size > 1
+
+
+def is_collected(x: Layout) -> bool:
+    """Whether gradients leave a parameter as soon as they are there: for a bucket, a master
+    weight or what micro batches before have left, or because the optimizer takes them."""
+    if is_sharded(x):
+        return x.pipeline > 1
+    more = x.world_size > 1 or x.accumulation > 1
+    return more or x.optimizer_in_backward or x.compute == "bf16_pure"
+
+
+def lasting(
+    job: Job, x: Layout, own: Sequence[Layer], first: bool, last: bool, way: Conventions
+) -> tuple[Unit, Parts]:
+    """Of a rank with the layers `own`, and of embedding and head what the `first` and the
+    `last` of the pipeline have."""
+    sharded, tied = is_sharded(x), job.sizes.tied
+    weights = Weights(job, x.quantization, x.adapter, HALF.get(x.compute, FLOAT))
+    shards = x.shard * x.context if sharded else 1
+    half = HALF.get(x.compute) if sharded else None
+
+    def unit(matrices: Sequence[Matrix], gathered_as: int | None) -> Unit:
+        optimizer = job.config.optimizer
+        return unit_of(matrices, x.tensor, shards, gathered_as, optimizer, x.optimizer_states)
+
+    inner = 1 if way.half_gathers and x.compute == "fp8" else half
+    outer = half if way.half_around else None
+    kinds = Counter(own)
+    per_layer = {layer: unit(weights.layer(layer), inner) for layer in kinds}
+    inside = sum((per_layer[k].times(n) for k, n in kinds.items()), Unit())
+    embedding = unit(weights.embedding(), outer) if first else Unit()
+    has_head = last and not (tied and first)
+    head = unit(weights.head(), outer) if has_head else Unit()
+    after = unit(weights.after(), outer) if last else Unit()
+    everything = inside + embedding + head + after
+    # a frozen embedding is given back before a head is gathered
+    apart = sharded and weights.frozen and not tied and not embedding.trained
+    around = (Unit() if apart else embedding) + head + after
+    layer = max(per_layer.values(), key=lambda u: u.gathered, default=Unit())
+    if sharded:
+        parts = _sharded(x, everything, layer, around, embedding, way)
+    else:
+        matrices = [*weights.embedding()] * first
+        matrices += [m for layer_ in own for m in weights.layer(layer_)]
+        matrices += [*weights.after(), *(weights.head() if has_head else [])] * last
+        parts = _whole(x, everything, layer, embedding, matrices)
+    update = update_bytes(job.config.optimizer.name, x, everything)
+    return held(x, everything), replace(parts, temporary=update, tied=tied)
+
+
+def held(x: Layout, all_: Unit) -> Unit:
+    """With what ZeRO-1 leaves this rank of the optimizer's states (Rajbhandari et al. 2020,
+    arXiv:1910.02054, section 5.1), and with the float32 masters of 16-bit weights (Micikevicius
+    et al. 2018, arXiv:1710.03740)."""
+    pure = x.compute == "bf16_pure"
+    masters = FLOAT * all_.trained if pure else 0.0
+    parts = x.shard * x.context if x.sharding == "zero1" else 1
+    part = all_.part - (all_.trained * (FLOAT - 2) if pure else 0.0)
+    return replace(all_, part=part, states_part=(all_.states_part + masters) / parts)
+
+
+def _whole(
+    x: Layout, all_: Unit, layer: Unit, embedding: Unit, matrices: Sequence[Matrix]
+) -> Parts:
+    """The whole model on every rank: gradients lie in buckets, all through the step."""
+    grid = x.world_size > 1
+    gradients = 0.0 if x.optimizer_in_backward else FLOAT * all_.trained_part
+    sent = grid and (x.reduction != "fp32" or x.sharding == "zero1")
+    return Parts(
+        is_collected(x),
+        gradients if grid or x.accumulation > 1 else 0.0,
+        gradients,
+        FLOAT * layer.trained_part,
+        FLOAT * embedding.trained,
+        buckets=REDUCED[x.reduction] * under_way(matrices, x.tensor) if sent else 0.0,
+    )
+
+
+def _sharded(
+    x: Layout, all_: Unit, layer: Unit, around: Unit, embedding: Unit, way: Conventions
+) -> Parts:
+    """Parts of everything on every rank, and the whole of a layer while it computes (Zhao et al.
+    2023, arXiv:2304.11277). In a pipeline gradients stay whole until all micro batches are
+    through."""
+    reduced, staged = REDUCED[x.reduction], x.pipeline > 1
+    gradients = FLOAT * all_.trained_part
+    standing = gradients if x.accumulation > 1 else 0.0
+    if staged:
+        standing = reduced * (all_.trained_gathered if x.accumulation > 1 else 0.0)
+    each = HALF.get(x.compute, FLOAT) if way.half_around else FLOAT
+    return Parts(
+        staged,
+        standing,
+        max(gradients, standing),
+        0.0 if standing else FLOAT * layer.trained_part,
+        each * embedding.trained,
+        layer=layer.gathered,
+        around=around.gathered,
+        again=x.sharding != "shard_grad_op" and not (staged and way.holds_layers),
+        stays=staged,
+        reduced_layer=reduced * layer.trained_gathered,
+        reduced_around=reduced * around.trained_gathered,
+        reduced_part=reduced * layer.trained_part if standing else 0.0,
+        around_gradients=0.0 if staged else each * around.trained,
+        pool=gradients,
+        held_last=layer.gathered if way.holds_last and not staged else 0.0,
+    )
+
+
+def update_bytes(optimizer: str, x: Layout, all_: Unit) -> float:
+    """Temporary results of the optimizer's step: torch's fused AdamW has none; Lion makes its
+    update for all parameters at once; low-bit states are taken apart parameter by parameter,
+    uncompiled with some copies of it."""
+    if optimizer == "lion":
+        return FLOAT * all_.trained_part
+    if x.optimizer_states != "fp32":
+        return 6.0 * FLOAT * all_.largest
+    return 0.0

@@ -1,0 +1,183 @@
+"""What the layers and the loss of a rank keep and make for a micro batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rostra.build.stages import loss_chunk
+from rostra.layout import Layout
+from rostra.plan.job import Job, Layer
+from rostra.plan.memory.conventions import Conventions
+from rostra.plan.memory.lasting import is_collected, is_sharded
+from rostra.plan.memory.layers import Kernel, Setting, norm_profile, program
+from rostra.plan.memory.step import Layers, Loss, Place
+from rostra.plan.memory.tape import Profile
+from rostra.plan.memory.weights import FLOAT, HALF, Weights
+
+# Bytes that a logit of a chunk takes at the most: logits, probabilities, two of their gradient
+# in float32, and where the label is.
+CHUNKED = 17
+# Of logits that exist at once: their log-softmax and the gradients of two operations in float32;
+# over a vocabulary that is split, another; or, fused, logits and their gradient in 16 bits.
+WHOLE, SPLIT, FUSED = 12, 16, 4
+WINDOWED = 8192  # positions up to which the kernel for CPUs is chosen
+
+
+@dataclass(frozen=True)
+class Work:
+    """Of one micro batch on a rank."""
+
+    layers: Layers
+    loss: Loss | None
+    batch: float  # bytes of tokens and of what all layers share
+    offloaded: float = 0.0  # that wait on the host
+
+
+class Working:
+    """What a job's layers and loss take under a layout."""
+
+    def __init__(self, job: Job, device: str, way: Conventions) -> None:
+        self.job, self.device, self.way = job, device, way
+
+    def work(
+        self,
+        x: Layout,
+        profiles: Sequence[Profile],
+        last: bool,
+    ) -> Work:
+        """Of a rank whose layers have `profiles`."""
+        setting = self.setting(x, self.job.sizes.layers[0][0])
+        size = setting.tokens / setting.tensor * self.job.sizes.hidden * setting.stream
+        offloads = x.activation_checkpointing == "offload"
+        places: list[Place] = []
+        kept = casts = away = 0.0
+        for at, profile in enumerate(profiles):
+            behind = len(profiles) - 1 - at
+            edge = min(at, behind) < 2  # the next to an end has neighbours on both sides
+            if edge or profile != profiles[at - 1] or profile != profiles[at + 1]:
+                before = kept
+                if offloads and at and self.device == "gpu":  # fetched ahead
+                    before += profiles[at - 1].kept - profiles[at - 1].copies
+                at_layer = (before, casts, profile.forward, profile.backward, profile.left)
+                places.append(Place(*at_layer, behind, at == 0, behind == 0))
+            stays = profile.copies if offloads else profile.kept
+            kept, away, casts = kept + stays, away + profile.kept - stays, casts + profile.casts
+        whole = size * setting.tensor if setting.tensor > 1 else 0.0
+        spare = max((p.forward - p.kept - size for p in profiles), default=0.0)
+        layers = Layers(kept, casts, size, whole, tuple(places), len(profiles), max(0.0, spare))
+        loss = self._loss(x, setting) if last else None
+        return Work(layers, loss, self._batch(x, setting), away)
+
+    def profile(self, x: Layout, layer: Layer, again: bool, first: bool) -> Profile:
+        """Of a layer that is computed `again` where the layout says so."""
+        made = program(self.job.sizes, layer, self.setting(x, layer), first)
+        mode = x.activation_checkpointing if again else "none"
+        if x.compile:
+            made.tape.fuse()
+            mode = "selective:operations" if mode in ("none", "offload") else mode
+        every = range(len(made.tape.steps))
+        stretches = {
+            "none": [], "offload": [], "selective:attention": [made.attention],
+            "selective:mlp": [made.mlp],
+        }  # fmt: skip
+        return made.tape.profile(
+            made.start,
+            stretches.get(mode, [every]),
+            dear=mode == "selective:operations",
+            least=x.compile,
+            collected=is_collected(x),
+        )
+
+    def setting(self, x: Layout, layer: Layer) -> Setting:
+        """What a layer runs under."""
+        weights = Weights(self.job, x.quantization, x.adapter, HALF.get(x.compute, FLOAT))
+        half, sharded = HALF.get(x.compute, FLOAT), is_sharded(x)
+        pure = x.compute == "bf16_pure"
+        quantized = frozenset(n for linear in layer.linears for n in weights.quantized(linear))
+        return Setting(
+            samples=x.micro_batch,
+            positions=self.job.length // x.context,
+            length=self.job.length,
+            tensor=x.tensor,
+            stream=half if pure or self.way.half_stream else FLOAT,
+            product=half,
+            weight=2 if pure or (sharded and half == 2) else FLOAT,
+            copies=half == 2 and not sharded and not pure and not weights.frozen,
+            trains=not weights.frozen,
+            quantized=quantized,
+            adapted=weights.adapted(layer),
+            kernel=self.kernel(x, layer),
+            wide_powers=self.device == "gpu",
+            every_other=self.way.every_other,
+        )
+
+    def kernel(self, x: Layout, layer: Layer) -> Kernel:
+        """Which attention computes a layer: `rostra.models.attention.choose`."""
+        asked = self.job.config.model.attention
+        if x.context > 1 and x.context_method == "ring":
+            return "ring"
+        if asked == "eager":
+            return "eager"
+        quick = self.device == "cpu" and x.compile and self.job.length <= WINDOWED
+        if asked == "blocked" or (asked == "auto" and quick):
+            return "blocked"
+        windowed = layer.window is not None and layer.window < self.job.length
+        return "masked" if self.job.config.data.isolate_documents or windowed else "flash"
+
+    def _batch(self, x: Layout, setting: Setting) -> float:
+        """Tokens, labels and positions of the step; rotations; masks, for each kind of layer."""
+        rows = x.micro_batch * x.accumulation
+        isolate = self.job.config.data.isolate_documents
+        tokens = 3.0 * 8 * rows * self.job.length
+        rotations = 2.0 * setting.stream * setting.positions * self.job.sizes.head_size
+        rotations *= setting.samples if isolate else 1
+        layers = [layer for layer, _ in self.job.sizes.layers]
+        masks = {layer.window for layer in layers if self.kernel(x, layer) == "masked"}
+        return tokens + rotations + setting.samples * setting.length**2 * len(masks)
+
+    def _loss(self, x: Layout, setting: Setting) -> Loss:
+        """Norm, head and loss."""
+        s, each = self.job.sizes, setting.product
+        weights = Weights(self.job, x.quantization, x.adapter, each)
+        hidden = setting.tokens * s.hidden
+        vocabulary = s.vocabulary / x.tensor
+        matrix = vocabulary * s.hidden
+        trains = weights.head_trains
+        norm = norm_profile(s, setting)
+        kept = norm.kept - setting.tokens / setting.tensor * s.hidden * setting.stream
+        output = hidden * setting.stream
+        if self.way.logits != "chunked":
+            whole = WHOLE if x.tensor == 1 else SPLIT
+            bytes_ = whole if self.way.logits == "whole" else FUSED
+            numbers = setting.tokens * vocabulary
+            return Loss(
+                kept=kept + output,
+                logits=numbers * bytes_,
+                head=matrix * each if trains else 0.0,
+                norm=norm.backward,
+                blocks=numbers * each if self.way.logits == "whole" else 0.0,
+                outputs=numbers * each if x.pipeline > 1 else 0.0,
+            )
+        return self._chunked(x, setting, kept, norm.backward, trains)
+
+    def _chunked(self, x: Layout, setting: Setting, kept: float, norm: float, trains: bool) -> Loss:
+        """Logits of some positions at a time, whose gradients are taken at once (Hsu et al. 2024,
+        arXiv:2410.10989): see `rostra.optim.losses.chunked_cross_entropy`."""
+        s, each = self.job.sizes, setting.product
+        rows = min(setting.tokens, self.job.config.train.loss_chunk or loss_chunk(s.vocabulary))
+        vocabulary = s.vocabulary / x.tensor
+        matrix, output = vocabulary * s.hidden, setting.tokens * s.hidden * setting.stream
+        lies = FLOAT if trains and setting.stream == FLOAT else each
+        part = rows * s.hidden * (each if each != setting.stream else 0)
+        before = rows * vocabulary * each if setting.tokens > rows else 0.0  # of the last chunk
+        return Loss(
+            kept=kept,
+            output=output,
+            logits=rows * vocabulary * CHUNKED + part + before,
+            gradients=output + (matrix * FLOAT if trains else 0.0),
+            copies=matrix * each if lies != each else 0.0,
+            product=rows * vocabulary * each + part + (matrix * each if trains else 0.0),
+            head=matrix * FLOAT if trains else 0.0,
+            norm=norm,
+        )
