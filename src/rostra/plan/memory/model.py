@@ -14,7 +14,7 @@ from rostra.plan.job import Job, Layer
 from rostra.plan.memory.allocator import kept_blocks, outside
 from rostra.plan.memory.conventions import ROSTRA, Conventions
 from rostra.plan.memory.host import Beside, beside
-from rostra.plan.memory.lasting import is_collected, lasting
+from rostra.plan.memory.lasting import is_collected, is_sharded, lasting
 from rostra.plan.memory.pipeline import in_flight
 from rostra.plan.memory.step import Moment, Parts, Stage, moments
 from rostra.plan.memory.weights import Unit
@@ -22,6 +22,7 @@ from rostra.plan.memory.working import Work, Working
 from rostra.plan.results import Memory
 
 T = TypeVar("T")
+TOKEN = 3 * 8  # bytes of one: its id, its label, its position
 
 
 class MemoryModel:
@@ -38,8 +39,8 @@ class MemoryModel:
         """Memory of the rank that needs most."""
         best: tuple[float, Stage, Moment, Unit, Work] | None = None
         for stage, held, work in self._stages(layout):
-            moment = max(moments(stage), key=_total)
-            total = moment.total + held.part + held.states_part
+            moment = max(moments(stage), key=sum)
+            total = sum(moment) + held.part + held.states_part
             if best is None or total > best[0]:
                 best = (total, stage, moment, held, work)
         assert best is not None
@@ -96,16 +97,17 @@ class MemoryModel:
 
     def _stages(self, x: Layout) -> Iterator[tuple[Stage, Unit, Work]]:
         """The ranks of the pipeline that may need most, with what lies there."""
-        of_weights, of_work = _of_weights(x), _of_work(x)
+        of_weights, of_work = _of_weights(x), (x.pipeline, x.stages, *_of_layer(x))
+        tokens = TOKEN * x.micro_batch * x.accumulation * self.job.length
         ranks = (0,) if x.pipeline == 1 else sorted({0, 1, x.pipeline - 1})
         for rank in ranks:
-            held, parts = self._once((rank, of_weights), partial(self._lasting, x, rank))
-            work = self._once((rank, of_work), partial(self._work, x, rank))
+            held, parts = self._once(("weights", rank, of_weights), partial(self._lasting, x, rank))
+            work = self._once(("work", rank, of_work), partial(self._work, x, rank))
             outputs = work.loss.outputs * x.accumulation if work.loss is not None else 0.0
             stage = Stage(
                 work.layers, work.loss, parts, in_flight(x, rank), rank == 0,
                 x.stages if x.pipeline > 1 else 0, outputs,
-                _received(x, rank, work.layers.input), work.batch,
+                _received(x, rank, work.layers.input), tokens + work.shared,
             )  # fmt: skip
             yield stage, held, work
 
@@ -138,15 +140,11 @@ class MemoryModel:
             first = index == 0 and x.adapter != "none"
             profiles.append(
                 self._once(
-                    ("profile", layer, again, first, _of_work(x)),
+                    ("profile", layer, again, first, _of_layer(x)),
                     partial(self._working.profile, x, layer, again, first),
                 )
             )
         return self._working.work(x, profiles, rank == x.pipeline - 1)
-
-
-def _total(moment: Moment) -> float:
-    return moment.total
 
 
 def _received(x: Layout, rank: int, size: float) -> float:
@@ -173,10 +171,9 @@ def _of_weights(x: Layout) -> tuple[Hashable, ...]:
     )  # fmt: skip
 
 
-def _of_work(x: Layout) -> tuple[Hashable, ...]:
-    """And what decides what a micro batch keeps."""
+def _of_layer(x: Layout) -> tuple[Hashable, ...]:
+    """And what decides what a layer keeps of a micro batch."""
     return (
-        x.pipeline, x.stages, x.micro_batch, x.accumulation, x.tensor, x.context,
-        x.context_method, x.activation_checkpointing, x.compute, x.quantization, x.adapter,
-        x.sharding, x.world_size > 1, x.compile, is_collected(x),
+        x.micro_batch, x.tensor, x.context, x.context_method, x.activation_checkpointing, x.compute,
+        x.quantization, x.adapter, is_sharded(x), x.compile, is_collected(x),
     )  # fmt: skip

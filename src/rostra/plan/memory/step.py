@@ -9,28 +9,21 @@ alike from layer to layer), at the embedding, and in the update.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 FLOAT = 4
 
 
-@dataclass(frozen=True)
-class Moment:
-    """What lives at a moment beside what always does."""
+class Moment(NamedTuple):
+    """Bytes that live at a moment beside what always does."""
 
-    gradients: float = 0.0
-    activations: float = 0.0
+    gradients: float
+    activations: float
     logits: float = 0.0
     gathered: float = 0.0
     communication: float = 0.0
     temporary: float = 0.0  # of the optimizer's step
-
-    @property
-    def total(self) -> float:
-        return (
-            self.gradients + self.activations + self.logits + self.gathered + self.communication
-            + self.temporary
-        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -118,122 +111,83 @@ class Stage:
 
 def moments(stage: Stage) -> Iterator[Moment]:
     """Where the peak can be."""
-    p, layers = stage.parts, stage.layers
-    sent = 0.0 if stage.loss is not None else layers.input * stage.stages  # and kept till then
+    p, layers, loss = stage.parts, stage.layers, stage.loss
+    sent = layers.input * stage.stages if loss is None else 0.0  # and kept till it comes back
     fixed = stage.batch + (stage.in_flight - 1) * (layers.kept + sent) + stage.outputs
-    kept = layers.kept + fixed
-    always = Moment(p.standing, communication=stage.buffers)
-    ahead = layers.count and p.layer  # of layers whose parameters are there, or on their way
-    held = p.around + (ahead if p.again else layers.count * p.layer)
-    if stage.loss is None:
-        grown = layers.casts + layers.input
-        yield replace(always, activations=kept + grown, gathered=held + ahead)
-        first = Moment()
+    if loss is None:
+        grown = layers.kept + fixed + layers.casts + layers.input
+        yield Moment(p.standing, grown, 0.0, _ahead(p, layers), stage.buffers)
     else:
-        yield from _loss_moments(stage.loss, always, kept, layers, held, ahead, p)
-        first = Moment(0.0 if p.collected else stage.loss.head)
+        yield from _loss_moments(loss, stage, layers.kept + fixed)
+    head = p.standing + (0.0 if p.collected or loss is None else loss.head)
     for place in layers.places:
-        yield from _in_layer(place, stage, always, fixed, first.gradients)
-    yield from _at_embedding(stage, always, fixed)
-    yield replace(
-        always,
-        gradients=max(p.standing, p.gradients),
-        activations=stage.batch,
-        temporary=p.temporary,
-    )
+        yield from _in_layer(place, stage, fixed, head)
+    yield from _at_embedding(stage, fixed)
+    yield Moment(max(p.standing, p.gradients), stage.batch, temporary=p.temporary)
 
 
-def _loss_moments(
-    loss: Loss, always: Moment, kept: float, layers: Layers, held: float, ahead: float, p: Parts
-) -> Iterator[Moment]:
+def _ahead(p: Parts, layers: Layers) -> float:
+    """Gathered when all layers have gone forward: with the buffer of the last."""
+    return p.around + p.layer * (1 if p.again else layers.count + 1) if layers.count else p.around
+
+
+def _loss_moments(loss: Loss, stage: Stage, kept: float) -> Iterator[Moment]:
+    """Logits; their gradients handed back; and the norm's backward pass."""
+    p, layers, buffers = stage.parts, stage.layers, stage.buffers
     there = kept + layers.casts + layers.input + loss.kept + loss.output
-    gathered = p.around + p.held_last + (ahead if p.again else layers.count * p.layer + ahead)
     logits = loss.gradients + loss.copies + max(loss.logits, loss.product)
-    yield replace(always, activations=there, logits=logits, gathered=gathered)
+    ahead = _ahead(p, layers)
+    yield Moment(p.standing, there, logits, ahead + p.held_last, buffers)
+    back = ahead if p.again else ahead - p.layer
     taken = kept + layers.input + loss.kept
-    gathered = held if p.again else p.around + layers.count * p.layer
-    yield replace(always, activations=taken, logits=2 * loss.gradients, gathered=gathered)
-    yield replace(
-        always,
-        gradients=always.gradients + (0.0 if p.collected else loss.head),
-        activations=kept + loss.norm,
-        gathered=gathered,
-    )
+    yield Moment(p.standing, taken, 2 * loss.gradients, back, buffers)
+    head = 0.0 if p.collected else loss.head
+    yield Moment(p.standing + head, kept + loss.norm, 0.0, back, buffers)
 
 
-def _in_layer(
-    place: Place, stage: Stage, always: Moment, fixed: float, head: float
-) -> Iterator[Moment]:
+def _in_layer(place: Place, stage: Stage, fixed: float, head: float) -> Iterator[Moment]:
     """Within a layer's forward and backward pass; and, sharded, where its gradients are on their
     way."""
-    p, layers = stage.parts, stage.layers
+    p, layers, buffers = stage.parts, stage.layers, stage.buffers
     there = layers.count - place.layers_after if p.layer and not p.again else 1
-    yield replace(
-        always,
-        activations=fixed + layers.whole + place.before + place.casts + place.forward,
-        gathered=p.around + (there + 1) * p.layer,
-    )
-    own = 0.0 if p.collected else place.gradients
-    after = 0.0 if p.collected else place.layers_after * p.layer_gradients
-    gathered = _gathered(p, layers, place)
-    waiting = 0.0 if place.last or p.stays else p.reduced_layer
-    sent = 0.0 if place.last else p.buckets  # by then one is full
+    forward = fixed + layers.whole + place.before + place.casts + place.forward
+    yield Moment(p.standing, forward, 0.0, p.around + (there + 1) * p.layer, buffers)
+    own = after = 0.0
+    if not p.collected:
+        own, after = place.gradients, place.layers_after * p.layer_gradients
+    gradients, gathered = head + own + after, _gathered(p, layers, place)
+    if not place.last:  # by then a bucket is full, a layer's gradients on their way
+        buffers += p.buckets + (0.0 if p.stays else p.reduced_layer)
     grown = p.layer if p.stays else 0.0  # its gradients, before they are added
-    yield replace(
-        always,
-        gradients=always.gradients + head + own + after,
-        activations=fixed + place.before + place.backward - own + grown,
-        gathered=gathered,
-        communication=always.communication + waiting + sent,
-    )
+    within = fixed + place.before + place.backward - own + grown
+    yield Moment(gradients, within, 0.0, gathered, buffers)
     if p.layer:
-        yield replace(
-            always,
-            gradients=always.gradients + head + own + after,
-            activations=fixed + place.before + layers.input,
-            gathered=gathered,
-            communication=always.communication + p.reduced_layer + p.reduced_part,
-        )
+        sent = stage.buffers + p.reduced_layer + p.reduced_part
+        yield Moment(gradients, fixed + place.before + layers.input, 0.0, gathered, sent)
 
 
 def _gathered(p: Parts, layers: Layers, place: Place) -> float:
     """Parameters of all ranks that are here in a layer's backward pass."""
-    if p.stays:
-        ahead = 2 if p.again and not place.first else 1
-        count = place.layers_after + ahead if p.again else layers.count
-        return p.around + p.layer * count
-    if p.again:
-        return p.around + p.layer * (1 if place.first else 2)
-    return p.around + p.layer * (layers.count - place.layers_after)
+    if not p.again:
+        count = layers.count if p.stays else layers.count - place.layers_after
+    else:
+        count = (1 if place.first else 2) + (place.layers_after if p.stays else 0)
+    return p.around + p.layer * count
 
 
-def _at_embedding(stage: Stage, always: Moment, fixed: float) -> Iterator[Moment]:
+def _at_embedding(stage: Stage, fixed: float) -> Iterator[Moment]:
     """Where all gradients of layers are there, and that of the embedding comes."""
-    p, layers = stage.parts, stage.layers
+    p, layers, buffers = stage.parts, stage.layers, stage.buffers
+    extra = p.embedding if p.tied or (p.collected and not p.layer) else 0.0
     if not p.layer:
-        extra = p.embedding if p.tied or p.collected else 0.0
         grown = layers.input if stage.first else 0.0
-        yield replace(
-            always,
-            gradients=max(p.standing, p.gradients),
-            activations=fixed + grown + extra,
-            communication=always.communication + p.buckets,
+        yield Moment(
+            max(p.standing, p.gradients), fixed + grown + extra, communication=buffers + p.buckets
         )
         return
-    after = always.gradients + layers.count * p.layer_gradients
-    extra = p.embedding if p.tied else 0.0
-    stays = layers.count * p.layer if p.stays else 0.0
-    yield replace(
-        always,
-        gradients=after + p.around_gradients,
-        activations=fixed + layers.input + extra,
-        gathered=p.around + stays,
-        communication=always.communication + p.reduced_layer,
-    )
-    yield replace(
-        always,
-        gradients=after + p.around_gradients,
-        activations=fixed,
-        gathered=p.around + stays,
-        communication=always.communication + max(p.reduced_around, p.reduced_layer),
-    )
+    gradients = p.standing + layers.count * p.layer_gradients + p.around_gradients
+    gathered = p.around + (layers.count * p.layer if p.stays else 0.0)
+    there = fixed + layers.input + extra
+    yield Moment(gradients, there, 0.0, gathered, buffers + p.reduced_layer)
+    sent = p.reduced_around if not p.stays else max(p.reduced_around, p.reduced_layer)
+    yield Moment(gradients, fixed, 0.0, gathered, buffers + sent)

@@ -30,7 +30,7 @@ class Work:
 
     layers: Layers
     loss: Loss | None
-    batch: float  # bytes of tokens and of what all layers share
+    shared: float  # bytes of what all layers share
     offloaded: float = 0.0  # that wait on the host
 
 
@@ -67,7 +67,7 @@ class Working:
         spare = max((p.forward - p.kept - size for p in profiles), default=0.0)
         layers = Layers(kept, casts, size, whole, tuple(places), len(profiles), max(0.0, spare))
         loss = self._loss(x, setting) if last else None
-        return Work(layers, loss, self._batch(x, setting), away)
+        return Work(layers, loss, self._shared(x, setting), away)
 
     def profile(self, x: Layout, layer: Layer, again: bool, first: bool) -> Profile:
         """Of a layer that is computed `again` where the layout says so."""
@@ -125,16 +125,14 @@ class Working:
         windowed = layer.window is not None and layer.window < self.job.length
         return "masked" if self.job.config.data.isolate_documents or windowed else "flash"
 
-    def _batch(self, x: Layout, setting: Setting) -> float:
-        """Tokens, labels and positions of the step; rotations; masks, for each kind of layer."""
-        rows = x.micro_batch * x.accumulation
+    def _shared(self, x: Layout, setting: Setting) -> float:
+        """Rotations, and masks for each kind of layer."""
         isolate = self.job.config.data.isolate_documents
-        tokens = 3.0 * 8 * rows * self.job.length
         rotations = 2.0 * setting.stream * setting.positions * self.job.sizes.head_size
         rotations *= setting.samples if isolate else 1
         layers = [layer for layer, _ in self.job.sizes.layers]
         masks = {layer.window for layer in layers if self.kernel(x, layer) == "masked"}
-        return tokens + rotations + setting.samples * setting.length**2 * len(masks)
+        return rotations + setting.samples * setting.length**2 * len(masks)
 
     def _loss(self, x: Layout, setting: Setting) -> Loss:
         """Norm, head and loss."""
