@@ -30,6 +30,7 @@ class Efficiency:
     bandwidth: Curve = ALWAYS  # of the memory's, over the bytes that an operation moves
     loss: float = 1.0  # of `bandwidth`, by operations on logits
     optimizer: float = 1.0  # of the memory's bandwidth, by the optimizer's step
+    optimizers: dict[str, float] = field(default_factory=dict, hash=False)  # likewise, by kind
     launch: float = 0.0  # seconds in which the host starts one operation
     ahead: bool = True  # the host starts operations while the device still computes others
     link: float = 1.0  # of the bandwidth of links in a node, by collectives

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from statistics import quantiles
@@ -19,6 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from rostra.config.schema import OptimizerSection
+from rostra.errors import RequestError
+from rostra.layout import OptimizerStates
+from rostra.optim import make_optimizers
 from rostra.plan.calibrate.figure import Figure
 
 Run = Callable[[], Any]
@@ -170,15 +175,26 @@ def _operations(bench: Bench, size: int) -> dict[str, tuple[float, Run]]:
     }
 
 
-def update(bench: Bench) -> Figure:
-    """The optimizer's step: fused AdamW over float32, 28 bytes a number (four read, three
-    written)."""
-    size = min(1 << 24, bench.most >> 6)
-    parameters = [nn.Parameter(bench.random(size // 8)) for _ in range(8)]
-    for parameter in parameters:
+def updates(bench: Bench) -> Iterator[Figure]:
+    """A step of each optimizer but Muon, which is made of products; of AdamW also with states of
+    fewer bits, where they can be had. `amount` are the numbers that it updates."""
+    for name in ("adamw", "sgd", "lion", "adafactor"):
+        yield _update(bench, name, "fp32", min(1 << 24, bench.most >> 6))
+    for states in ("int8", "int4", "fp8"):
+        with suppress(RequestError):  # torchao is not installed, or the device lacks it
+            yield _update(bench, "adamw", states, min(1 << 21, bench.most >> 6))
+
+
+def _update(bench: Bench, name: str, states: OptimizerStates, numbers: int) -> Figure:
+    width = 1024
+    named = [(f"{i}", nn.Parameter(bench.random(numbers // 8 // width, width))) for i in range(8)]
+    for _, parameter in named:
         parameter.grad = torch.full_like(parameter, 1e-3)
-    optimizer = torch.optim.AdamW(parameters, fused=True)
-    return bench.figure("optimizer", "adamw", (size,), 28.0 * size, optimizer.step)
+    optimizers = make_optimizers(
+        OptimizerSection.model_validate({"name": name}), named, set(), states
+    )
+    kind = name if states == "fp32" else states
+    return bench.figure("optimizer", kind, (numbers,), numbers, optimizers.step)
 
 
 def launches(bench: Bench) -> Iterator[Figure]:

@@ -19,6 +19,7 @@ from rostra.plan.calibrate.values import BETWEEN, Calibration, Share
 from rostra.plan.efficiency import Conventions, Efficiency, typical
 from rostra.plan.job import Layer, job_of
 from rostra.plan.time.layers import LOGIT
+from rostra.plan.time.update import update_bytes
 from rostra.plan.time.work import Work
 
 
@@ -61,7 +62,10 @@ def efficiency_of(found: Calibration, share: Share, cluster: Cluster, speed: flo
     }
     bandwidth, launch = _between(share, device.bandwidth / speed)
     logits = median(LOGIT * f.rate for f in share.of("loss")) / (device.bandwidth / speed)
-    (update,) = share.of("optimizer")
+    updates = {
+        f.kind: f.rate * update_bytes(f.kind) / (device.bandwidth / speed)
+        for f in share.of("optimizer")
+    }
     link, collectives = _links(found, cluster)
     return Efficiency(
         products=products,
@@ -70,7 +74,8 @@ def efficiency_of(found: Calibration, share: Share, cluster: Cluster, speed: flo
         masked=_masked(share),
         bandwidth=bandwidth,
         loss=logits / bandwidth(log2(LOGIT * share.of("loss")[0].amount)),
-        optimizer=update.rate / (device.bandwidth / speed),
+        optimizer=updates["adamw"],
+        optimizers=updates,
         launch=launch / speed,
         ahead=not on_cpu,
         link=link,

@@ -93,7 +93,7 @@ def _figures(bench: Bench, precisions: Sequence[str]) -> Iterator[Figure]:
         yield layers.loss(bench, precision)
     yield from compute.pointwise(bench)
     yield from compute.launches(bench)
-    yield compute.update(bench)
+    yield from compute.updates(bench)
 
 
 def link_figures(kind: str) -> list[Figure]:

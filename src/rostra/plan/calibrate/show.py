@@ -75,7 +75,7 @@ def _label(figure: Figure) -> str | None:
     if figure.what == "pointwise" and figure.sizes[0] == 2**26:
         return f"{figure.kind} of {_bytes(figure.sizes[0])}"
     if figure.what == "optimizer":
-        return f"{figure.kind}, numbers"
+        return f"optimizer, {figure.kind}, numbers"
     return f"operations, {figure.kind}" if figure.what == "launch" else None
 
 
@@ -83,7 +83,7 @@ def _told(figure: Figure) -> str:
     if figure.what == "pointwise":
         return f"{figure.rate / 1e9:.1f} GB"
     if figure.what == "optimizer":
-        return f"{figure.rate / 28e6:,.0f} M"
+        return f"{figure.rate / 1e6:,.0f} M"
     if figure.what == "loss":
         return f"{figure.rate / 1e6:,.0f} M"
     if figure.what in ("launch", "between"):

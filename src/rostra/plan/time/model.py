@@ -33,7 +33,7 @@ _SHARDED = (
 )  # fmt: skip
 _UPDATED = (
     "shard", "context", "tensor", "pipeline", "sharding", "optimizer_states", "adapter",
-    "offload_optimizer", "offload_parameters",
+    "offload_optimizer", "offload_parameters", "compile",
 )  # fmt: skip
 
 
@@ -66,7 +66,7 @@ class TimeModel:
             lambda x: (model_flops(job, x), hardware_flops(job, x)),
             ("adapter", "activation_checkpointing"),
         )
-        self._cuts: dict[tuple[int, float], tuple[int, int]] = {}
+        self._cuts: dict[tuple[int, int, float], tuple[int, int]] = {}
 
     def __call__(self, layout: Layout) -> Time:
         micro, sharding = self._micro(layout), self._sharding(layout)
@@ -112,15 +112,13 @@ class TimeModel:
 
     def _slowest(self, layout: Layout, head: float) -> tuple[int, int]:
         """Layers of the slowest rank of the pipeline, and whether the head is with them, which
-        takes as long as `head` layers. Stages are cut so that the slowest is the quickest."""
-        stages = layout.pipeline * layout.stages
-        if stages == 1:
+        takes as long as `head` layers."""
+        if layout.pipeline == 1:
             return self.job.sizes.depth, 1
-        at = (stages, round(head, 2))
+        at = (layout.pipeline, layout.stages, round(head, 2))
         if at not in self._cuts:
             self._cuts[at] = _cut(self.job.sizes.depth, *at)
-        depth, heads = self._cuts[at]
-        return depth * layout.stages, heads
+        return self._cuts[at]
 
     def _bubble(self, layout: Layout, one: float, weights: float) -> float:
         """Seconds in which a rank of the pipeline has nothing to do: of p ranks with v stages
@@ -144,14 +142,15 @@ def efficiency_of(cluster: Cluster) -> Efficiency:
     return typical(cluster.device)
 
 
-def _cut(depth: int, stages: int, head: float) -> tuple[int, int]:
-    """Layers of the slowest of `stages` stages, and whether it is the last one, with the head."""
-    best = (float("inf"), depth, 1)
-    for last in range(1, depth - stages + 2):
-        inner = ceil((depth - last) / (stages - 1))
-        cost = max(last + head, float(inner))
-        best = min(best, (cost, last, 1) if last + head >= inner else (cost, inner, 0))
-    return best[1:]
+def _cut(depth: int, ranks: int, stages: int, head: float) -> tuple[int, int]:
+    """Layers of the slowest of `ranks` ranks with `stages` stages each, and whether it is the
+    last, with the head. Stages are cut so that the slowest one is as quick as can be."""
+    others = ranks * stages - 1
+    cost = {n: max(n + head, ceil((depth - n) / others)) for n in range(1, depth - others + 1)}
+    last = min(cost, key=lambda n: (cost[n], -n))
+    inner = (depth - last) / others
+    most, with_head = ceil(stages * inner), ceil((stages - 1) * inner) + last
+    return (with_head, 1) if with_head + head >= most else (most, 0)
 
 
 def _remembered(
