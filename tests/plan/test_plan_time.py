@@ -139,6 +139,17 @@ def test_a_pipeline_waits_as_its_schedule_has_it() -> None:
     assert waits("zero_bubble", 32) < 0.7 * waits("1f1b", 32)
 
 
+@pytest.mark.parametrize(("ranks", "stages"), [(2, 1), (4, 1), (4, 2), (4, 4), (8, 4)])
+def test_ranks_of_a_pipeline_do_the_whole_models_work(ranks: int, stages: int) -> None:
+    schedule: Any = "interleaved_1f1b" if stages > 1 else "1f1b"
+    layout = Layout(
+        1, 32, pipeline=ranks, stages=stages, pipeline_schedule=schedule, compute="bf16"
+    )
+    one, cut = timed(replace(SINGLE, accumulation=32)), timed(layout)
+    work, whole = cut.compute + cut.memory, one.compute + one.memory
+    assert 0.999 * whole < ranks * work < 1.6 * whole
+
+
 def test_a_ring_sends_the_least_and_a_tree_waits_the_least() -> None:
     cluster = read_cluster("2x8xH100")
     exact = replace(typical(cluster.device), link=1.0, network=1.0)
