@@ -207,6 +207,10 @@ def test_techniques_cost_what_they_should() -> None:
     assert compiled.step < timed(SHARDED).step
     eighth = timed(replace(SHARDED, compute="fp8", compile=True))
     assert compiled.step / 2 < eighth.step < compiled.step
+    alone = Layout(1, 64, engine="deepspeed", sharding="full_shard", compute="bf16")
+    away = timed(replace(alone, offload_parameters="cpu", offload_optimizer="cpu"), "1xA100")
+    assert timed(alone, "1xA100").step < away.step
+    assert away.communication["shard"] > 0
     host = timed(replace(SHARDED, offload_optimizer="cpu"))
     disk = timed(replace(SHARDED, offload_optimizer="nvme"))
     assert timed(SHARDED).step < host.step < disk.step

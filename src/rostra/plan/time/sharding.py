@@ -82,7 +82,8 @@ class ShardingTimes:
         frozen = layout.adapter != "none"
         layer = self.body / self.job.sizes.depth / layout.tensor
         trained = self.trained / self.job.sizes.depth / layout.tensor if frozen else layer
-        sharded = layout.sharding in SHARDED and parts > 1
+        away = layout.offload_parameters != "none"
+        sharded = layout.sharding in SHARDED and (parts > 1 or away)
         copied = self._copied(layout, layer, trained, sharded)
         copies = self.kernels.moved(copied * self.job.sizes.depth / layout.pipeline)
         back = self.conventions.reduction_bytes or REDUCED[layout.reduction]
@@ -102,9 +103,9 @@ class ShardingTimes:
             return Sharding(copies, reduce=reduce, root_reduce=root_reduce, after=after)
         wire = STORED.get(layout.quantization) or self.conventions.gathered_bytes or computed
         gather = within.all_gather(wire * layer)
-        if layout.offload_parameters != "none":  # up from the host first
-            link = self.cluster.node.host_link.bandwidth * self.efficiency.host
-            gather += 4 * layer / parts / link
+        if away:
+            held = wire if frozen or layout.engine == "deepspeed" else 4
+            gather += self._up(layout, held * layer / parts)
         return Sharding(
             copies,
             gather,
@@ -113,6 +114,14 @@ class ShardingTimes:
             root_gather=within.all_gather(computed * root),
             root_reduce=0.0 if frozen else root_reduce,
         )
+
+    def _up(self, layout: Layout, size: float) -> float:
+        """Seconds in which a device's part of a layer comes from the host, or from NVMe."""
+        node = self.cluster.node
+        link = node.host_link.bandwidth * self.efficiency.host
+        if layout.offload_parameters == "nvme" and node.nvme_bandwidth:
+            link = min(link, node.nvme_bandwidth / node.devices)
+        return size / link
 
     def _whole(
         self, layout: Layout, copies: float, back: float, within: Group, across: Group
