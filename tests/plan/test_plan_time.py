@@ -211,6 +211,9 @@ def test_techniques_cost_what_they_should() -> None:
     away = timed(replace(alone, offload_parameters="cpu", offload_optimizer="cpu"), "1xA100")
     assert timed(alone, "1xA100").step < away.step
     assert away.communication["shard"] > 0
+    second = replace(SHARDED, sharding="shard_grad_op")
+    serial = timed(replace(second, engine="deepspeed")).communication["shard"]
+    assert serial > 1.5 * timed(second).communication["shard"]
     host = timed(replace(SHARDED, offload_optimizer="cpu"))
     disk = timed(replace(SHARDED, offload_optimizer="nvme"))
     assert timed(SHARDED).step < host.step < disk.step

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rostra.hardware.cluster import Cluster
 from rostra.layout import SHARDED, Layout
@@ -42,6 +42,7 @@ class Sharding:
     last: float = 0.0  # of their last bucket, which nothing hides
     after: float = 0.0  # of the parameters that are gathered after the optimizer's step
     ahead: bool = False  # and go on in the next forward pass
+    beside: bool = True  # gradients are reduced while others are computed
 
     def shown(self, depth: float, forward: float, backward: float, pipeline: bool) -> Shown:
         """With `depth` layers that take `forward` and `backward` seconds.
@@ -53,11 +54,11 @@ class Sharding:
         """
         after = max(0.0, self.after - depth * forward) if self.ahead else self.after
         if self.once:
-            shown = max(self.last, self.once - depth * backward)
+            shown = max(self.last, self.once - depth * backward * self.beside)
             return Shown(once=shown + after, hidden_once=self.once + self.after - shown - after)
         down, root = (0.0, 0.0) if pipeline else (self.reduce, self.root_reduce)
         into = max(0.0, self.gather - forward) * (depth - 1) + self.gather + self.root_gather
-        out = max(0.0, self.again + down - backward) * depth + down + root
+        out = max(0.0, self.again + down - backward * self.beside) * depth + down + root
         total = depth * (self.gather + self.again + down) + self.root_gather + root
         once = depth * self.reduce + self.root_reduce if pipeline else 0.0
         return Shown(into + out, max(0.0, total - into - out), once + after)
@@ -82,6 +83,8 @@ class ShardingTimes:
         frozen = layout.adapter != "none"
         layer = self.body / self.job.sizes.depth / layout.tensor
         trained = self.trained / self.job.sizes.depth / layout.tensor if frozen else layer
+        # DeepSpeed's `overlap_comm` is on for ZeRO-3 alone
+        beside = layout.engine == "torch" or layout.sharding == "full_shard"
         away = layout.offload_parameters != "none"
         sharded = layout.sharding in SHARDED and (parts > 1 or away)
         copied = self._copied(layout, layer, trained, sharded)
@@ -90,7 +93,7 @@ class ShardingTimes:
         inner = layout.tensor * layout.expert
         within, across = self._group(parts, inner), self._group(layout.replicate, inner * parts)
         if not sharded:
-            return self._whole(layout, copies, back, within, across)
+            return replace(self._whole(layout, copies, back, within, across), beside=beside)
         root = self.root / layout.tensor
         reduce, root_reduce = (
             within.reduce_scatter(back * x) + across.all_reduce(back * x / parts)
@@ -100,7 +103,9 @@ class ShardingTimes:
         if layout.engine == "deepspeed" and layout.sharding == "shard_grad_op":
             # its ZeRO-2 keeps 16-bit weights whole, and gathers them after the optimizer's step
             after = within.all_gather(computed * self.trained)
-            return Sharding(copies, reduce=reduce, root_reduce=root_reduce, after=after)
+            return Sharding(
+                copies, reduce=reduce, root_reduce=root_reduce, after=after, beside=beside
+            )
         wire = STORED.get(layout.quantization) or self.conventions.gathered_bytes or computed
         gather = within.all_gather(wire * layer)
         if away:
