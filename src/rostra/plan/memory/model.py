@@ -15,7 +15,7 @@ from rostra.plan.memory.allocator import kept_blocks, outside
 from rostra.plan.memory.conventions import ROSTRA, Conventions
 from rostra.plan.memory.host import Beside, beside
 from rostra.plan.memory.lasting import is_collected, is_sharded, lasting
-from rostra.plan.memory.pipeline import in_flight
+from rostra.plan.memory.pipeline import in_flight, late
 from rostra.plan.memory.step import Moment, Parts, Stage, moments
 from rostra.plan.memory.weights import Unit
 from rostra.plan.memory.working import Work, Working
@@ -105,11 +105,20 @@ class MemoryModel:
             work = self._once(("work", rank, of_work), partial(self._work, x, rank))
             outputs = work.loss.outputs * x.accumulation if work.loss is not None else 0.0
             stage = Stage(
-                work.layers, work.loss, parts, in_flight(x, rank), rank == 0,
+                work.layers, work.loss, parts, in_flight(x, rank), late(x, rank), rank == 0,
                 x.stages if x.pipeline > 1 else 0, outputs,
-                _received(x, rank, work.layers.input), tokens + work.shared,
+                self._received(x, rank, work.layers.input), tokens + work.shared,
             )  # fmt: skip
             yield stage, held, work
+
+    def _received(self, x: Layout, rank: int, size: float) -> float:
+        """Buffers of `size` that a stage receives each micro batch's hidden states into, and
+        their gradients, made at the first step (torch.distributed.pipelining). On a CPU the
+        instrument sees what a step takes, and not these."""
+        if x.pipeline == 1 or not self.on_gpu:
+            return 0.0
+        ways = (rank > 0 or x.stages > 1) + (rank < x.pipeline - 1 or x.stages > 1)
+        return ways * x.accumulation * size * x.stages
 
     def _split(self, x: Layout, rank: int) -> tuple[int, ...]:
         """Which layers a rank of the pipeline has."""
@@ -145,15 +154,6 @@ class MemoryModel:
                 )
             )
         return self._working.work(x, profiles, rank == x.pipeline - 1)
-
-
-def _received(x: Layout, rank: int, size: float) -> float:
-    """Buffers of `size` that a stage receives each micro batch's hidden states into, and their
-    gradients, made before the first comes (torch.distributed.pipelining)."""
-    if x.pipeline == 1:
-        return 0.0
-    ways = (rank > 0 or x.stages > 1) + (rank < x.pipeline - 1 or x.stages > 1)
-    return ways * x.accumulation * size * x.stages
 
 
 def _in_order(job: Job) -> tuple[Layer, ...]:

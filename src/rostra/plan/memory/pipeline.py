@@ -27,5 +27,12 @@ def in_flight(layout: Layout, rank: int) -> float:
     each_round = given // max(1, given // ranks)
     behind = ranks - 1 - rank
     begun = (stages - 1) * each_round + (2 if schedule == "interleaved_1f1b" else 1) * behind
-    late = rank if schedule == "zero_bubble" else 0  # whose weights' gradients are still to come
-    return min(given * stages, begun + 1 + late) / stages
+    return min(given * stages, begun + 1 + late(layout, rank)) / stages
+
+
+def late(layout: Layout, rank: int) -> float:
+    """Micro batches whose gradients of weights zero bubble leaves for later, when the pipeline
+    would wait."""
+    return (
+        float(min(rank, layout.accumulation)) if layout.pipeline_schedule == "zero_bubble" else 0.0
+    )

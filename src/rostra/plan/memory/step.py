@@ -50,6 +50,7 @@ class Layers:
     whole: float  # of all positions, where ranks have slices of them between blocks
     places: tuple[Place, ...]
     count: int
+    products: float = 0.0  # gradients from which those of weights are made
     spare: float = 0.0  # that a layer's forward pass takes and gives back
 
 
@@ -65,6 +66,7 @@ class Loss:
     product: float = 0.0  # a summand of the head's gradient, with the chunk's gradient
     head: float = 0.0  # bytes of the gradient that the head's weight gets
     norm: float = 0.0  # the most in the norm's backward pass
+    waits: float = 0.0  # between the passes, of what the loss found and the norm keeps
     outputs: float = 0.0  # that a pipeline keeps of each micro batch
     blocks: float = 0.0  # given back, too small for what comes after
 
@@ -102,6 +104,7 @@ class Stage:
     loss: Loss | None
     parts: Parts
     in_flight: float = 1.0  # micro batches whose activations are kept at once
+    late: float = 0.0  # and the gradients of weights still to come
     first: bool = True
     stages: int = 0  # of a pipeline, on this rank
     outputs: float = 0.0  # of all micro batches, that are kept to the end of the step
@@ -112,8 +115,9 @@ class Stage:
 def moments(stage: Stage) -> Iterator[Moment]:
     """Where the peak can be."""
     p, layers, loss = stage.parts, stage.layers, stage.loss
-    sent = layers.input * stage.stages if loss is None else 0.0  # and kept till it comes back
-    fixed = stage.batch + (stage.in_flight - 1) * (layers.kept + sent) + stage.outputs
+    each = layers.kept + (layers.input * stage.stages if loss is None else loss.waits)
+    fixed = stage.batch + (stage.in_flight - 1) * each + stage.late * layers.products
+    fixed += stage.outputs
     if loss is None:
         grown = layers.kept + fixed + layers.casts + layers.input
         yield Moment(p.standing, grown, 0.0, _ahead(p, layers), stage.buffers)

@@ -65,7 +65,9 @@ class Working:
             kept, away, casts = kept + stays, away + profile.kept - stays, casts + profile.casts
         whole = size * setting.tensor if setting.tensor > 1 else 0.0
         spare = max((p.forward - p.kept - size for p in profiles), default=0.0)
-        layers = Layers(kept, casts, size, whole, tuple(places), len(profiles), max(0.0, spare))
+        products = sum(p.products for p in profiles)
+        count = len(profiles)
+        layers = Layers(kept, casts, size, whole, tuple(places), count, products, max(0.0, spare))
         loss = self._loss(x, setting) if last else None
         return Work(layers, loss, self._shared(x, setting), away)
 
@@ -154,6 +156,7 @@ class Working:
                 logits=numbers * bytes_,
                 head=matrix * each if trains else 0.0,
                 norm=norm.backward,
+                waits=kept + output,
                 blocks=numbers * each if self.way.logits == "whole" else 0.0,
                 outputs=numbers * each if x.pipeline > 1 else 0.0,
             )
@@ -178,4 +181,5 @@ class Working:
             product=rows * vocabulary * each + part + (matrix * each if trains else 0.0),
             head=matrix * FLOAT if trains else 0.0,
             norm=norm,
+            waits=kept + output + (matrix * FLOAT if trains else 0.0),
         )
