@@ -201,10 +201,15 @@ def fill_auto(user: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
     return filled
 
 
+def bucket_numbers(parameters: int) -> int:
+    """Numbers of a bucket in which gradients travel, or parameters come together."""
+    return max(1, min(50_000_000, parameters))
+
+
 def _own_config(layout: Layout, parameters: int, nvme_path: str | None) -> dict[str, Any]:
     """What Rostra asks for where no file does. Buckets are small beside what is sharded, and
     parameters that stay whole on every rank are few."""
-    bucket = max(1, min(50_000_000, parameters))
+    bucket = bucket_numbers(parameters)
     zero: dict[str, Any] = {
         "stage": STAGES[layout.sharding],
         "contiguous_gradients": True,

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from rostra.layout import SHARDED, Layout
 from rostra.plan.job import Job, Layer
+from rostra.plan.memory import deepspeed
 from rostra.plan.memory.conventions import Conventions
 from rostra.plan.memory.step import Parts
 from rostra.plan.memory.weights import FLOAT, HALF, Matrix, Unit, Weights, under_way, unit_of
@@ -17,7 +18,8 @@ REDUCED = {"fp32": 4, "bf16": 2}
 
 
 def is_sharded(x: Layout) -> bool:
-    return x.sharding in SHARDED and x.world_size > 1
+    """Whether the torch engine shards parameters (DeepSpeed has its own ways)."""
+    return x.sharding in SHARDED and x.world_size > 1 and x.engine == "torch"
 
 
 def is_collected(x: Layout) -> bool:
@@ -25,6 +27,8 @@ def is_collected(x: Layout) -> bool:
     weight or what micro batches before have left, or because the optimizer takes them."""
     if is_sharded(x):
         return x.pipeline > 1
+    if x.engine == "deepspeed":
+        return x.sharding in ("shard_grad_op", "full_shard") or x.accumulation > 1
     more = x.world_size > 1 or x.accumulation > 1
     return more or x.optimizer_in_backward or x.compute == "bf16_pure"
 
@@ -57,6 +61,10 @@ def lasting(
     apart = sharded and weights.frozen and not tied and not embedding.trained
     around = (Unit() if apart else embedding) + head + after
     layer = max(per_layer.values(), key=lambda u: u.gathered, default=Unit())
+    if x.engine == "deepspeed":
+        return deepspeed.held(x, everything), replace(
+            deepspeed.parts(x, everything, layer, embedding), tied=tied
+        )
     if sharded:
         parts = _sharded(x, everything, layer, around, embedding, way)
     else:
