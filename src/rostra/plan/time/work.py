@@ -50,6 +50,8 @@ class Work:
         self.active = getattr(text, "num_experts_per_tok", 0) or 0
         self.expert_size = getattr(text, "moe_intermediate_size", 0) or job.sizes.intermediate
         self.rms = getattr(text, "rms_norm_eps", None) is not None
+        named = getattr(text, "hidden_act", None) or getattr(text, "activation_function", None)
+        self.stepwise = named in ("gelu_new", "gelu_fast")  # eight operations in transformers
         self.rotary = bool(getattr(text, "rope_parameters", None))
 
     def products(self, layer: Layer, tensor: int) -> tuple[Product, ...]:
@@ -125,7 +127,7 @@ class Work:
             norm = (28 + 4 * (stream == 2) + residual, 56 + 8 * (stream == 2) + residual)
         gate = (3, 6) if merged else (5, 9)
         turn = (2, 2) if merged or own else (8, 10)
-        act = gate if self.gated else (2, 3)
+        act = gate if self.gated else (18, 30) if self.stepwise and not merged else (2, 3)
         cast = 0.0  # of what the products read, by autocast
         if stream != computed and not merged:
             cast = (stream + computed) * sum(x.inputs == sizes.hidden for x in layer.linears)
@@ -145,4 +147,12 @@ class Work:
             return products + 6
         norms = 2 * (7 if self.rms else 1)
         casts = products if self.conventions.stream_bytes is None else 0
-        return products + casts + norms + 12 * self.rotary + (3 if self.gated else 1) + 8
+        return (
+            products
+            + casts
+            + norms
+            + 12 * self.rotary
+            + (3 if self.gated else 1)
+            + 8 * self.stepwise
+            + 8
+        )
