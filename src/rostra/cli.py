@@ -249,8 +249,9 @@ def plan(
     goal: Annotated[str, typer.Option(help="fastest, cheapest or fewest (devices)")] = "fastest",
     html: Annotated[Path | None, typer.Option(help="write the plan as a page, too")] = None,
     trace: Annotated[
-        bool, typer.Option(help="check the memory of the choice by running it without memory")
-    ] = True,
+        bool,
+        typer.Option("--trace", help="check the memory of the choice: run its engine without any"),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Tell what fits, how fast and at what price, on any hardware, before anything is bought."""

@@ -4,8 +4,9 @@ The count comes from the reports that PyTorch's allocators make to its profiler:
 block taken and given back, on the CPU as on a GPU. A `TorchDispatchMode` gives the same numbers
 in eager mode, to the byte, but sees nothing of code made by `torch.compile`, which takes its
 buffers straight from the allocator; `tests/test_memory.py` holds both. Scratch that libraries
-take from the system by themselves (oneDNN, the C library) is no tensor and is not counted;
-`resident_bytes` has it.
+take from the system by themselves (oneDNN, the C library) is no tensor and is not counted, and
+neither are the copies that gloo makes within a collective, which its threads give back at a time
+of their own; `resident_bytes` has both.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import contextlib
 import ctypes
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
 import torch
+from rich.filesize import decimal
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
@@ -29,6 +31,7 @@ from rostra.errors import TrainingFailed
 KINDS = ("parameters", "gradients", "optimizer", "activations")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # of glibc's malloc.h
 _LARGE_BLOCK = 1 << 20
+_COLLECTIVES = ("c10d::", "gloo:")  # PyTorch's names of what takes memory within
 _GRADIENT = "rostra.gradient:"  # marks in the profiler's stream; the address follows
 
 
@@ -151,6 +154,8 @@ def _stream(profile: Any, device: torch.device) -> list[tuple[int, int]]:
     pending = list(profile.kineto_results.experimental_event_tree())
     while pending:
         event = pending.pop()
+        if event.name.startswith(_COLLECTIVES):
+            continue
         pending.extend(event.children)
         if event.name.startswith(_GRADIENT):
             happened.append((event.start_time_ns, int(event.name[len(_GRADIENT) :]), 0))
@@ -171,11 +176,15 @@ def _at_peak(
     kinds = _kinds_of_blocks(stream, states)
     now = dict(before)
     live: dict[int, str] = {}
+    sizes: dict[int, int] = {}
     peak, total = dict(before), sum(before.values())
     highest = total
     for index, (address, size) in enumerate(stream):
         if size > 0:
-            live[address] = kinds.get(index, "activations")
+            if address in live:  # given back by a thread that is not profiled
+                total -= sizes[address]
+                now[live[address]] -= sizes[address]
+            live[address], sizes[address] = kinds.get(index, "activations"), size
         elif size == 0 or address not in live:  # a mark; or a block from before, counted above
             continue
         now[live[address] if size > 0 else live.pop(address)] += size
@@ -200,15 +209,42 @@ def _kinds_of_blocks(stream: list[tuple[int, int]], states: set[int]) -> dict[in
 
 
 @contextlib.contextmanager
-def explain_out_of_memory() -> Iterator[None]:
-    """Turn a device's lack of memory into a message that says what to change."""
+def explain_out_of_memory(planned: Mapping[str, int] | None = None) -> Iterator[None]:
+    """Turn a device's lack of memory into a message that says what was there, what the plan had
+    expected (`planned`, bytes by kind, when there was one), and what to change."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise TrainingFailed(
-            f"the device is out of memory: {str(error).splitlines()[0]} Lower "
-            "train.micro_batch_size (the result stays the same) or data.sequence_length."
-        ) from error
+        said = f"the device is out of memory: {str(error).splitlines()[0]}"
+        raise TrainingFailed(" ".join((said, *_seen(), _advice(planned or {})))) from error
+
+
+def _seen() -> Iterator[str]:
+    """What the device holds, where its allocator tells."""
+    if torch.accelerator.is_available():
+        peak = torch.accelerator.max_memory_allocated()
+        kept = torch.accelerator.max_memory_reserved()
+        yield f"Seen: {decimal(peak)} of tensors at the peak, {decimal(kept)} reserved."
+
+
+def _advice(planned: Mapping[str, int]) -> str:
+    changes = "Lower train.micro_batch_size (the result stays the same) or data.sequence_length"
+    if not planned:
+        return f"{changes}."
+    largest = sorted(planned.items(), key=lambda x: -x[1])[:3]
+    kinds = ", ".join(f"{kind} {decimal(size)}" for kind, size in largest if size)
+    if largest[0][0] in ("activations", "logits"):
+        changes += ", or set memory.activation_checkpointing: full"
+    else:
+        changes = (
+            "Share the model among more ranks (parallel.sharding: full_shard), set "
+            "memory.optimizer_states: int8 or memory.offload.optimizer: cpu, or train an adapter"
+        )
+    return (
+        f"The plan expected {decimal(sum(planned.values()))} ({kinds}): other programs may use "
+        f"the device too, or the plan errs for this model. {changes}; `rostra plan` tells what "
+        "each would save."
+    )
 
 
 def keep_freed_memory(keep: bool) -> None:

@@ -20,6 +20,7 @@ from rostra.errors import RequestError
 from rostra.hardware import Cluster, Device, Link, Node
 from rostra.layout import Layout, Schedule, Sharding, explain, refusals
 from rostra.plan.job import Job, job_of
+from rostra.plan.memory import MemoryModel
 from rostra.plan.results import Memory, Time
 from rostra.plan.search import STATIC, Entry, Found, Models, Room, search, simplicity
 from rostra.plan.space import CHECKPOINTING, Limits, Space
@@ -162,7 +163,8 @@ def test_techniques_are_changes_of_a_config() -> None:
 
 @dataclass(frozen=True)
 class Lawful:
-    """Random costs that keep the two laws which the search relies on."""
+    """Random costs that keep the law which the search relies on: what two ranks hold from step
+    to step is a block's; which of them needs most is a layout's."""
 
     seed: int
     scale: int
@@ -171,19 +173,16 @@ class Lawful:
         return random.Random(str((self.seed, *of))).random()
 
     def memory(self, layout: Layout) -> Memory:
-        kept = replace(
+        block = replace(
             layout, micro_batch=1, accumulation=1, activation_checkpointing="none", compile=False
         )
-        way = replace(layout, micro_batch=1, accumulation=1)
-        static = int(self.scale * self._draw("static", kept) * 1.2)
-        each = int(self.scale * self._draw("each", way))
-        held = layout.micro_batch
-        if layout.pipeline > 1:
-            held *= min(layout.accumulation, layout.pipeline)
-        kinds = {"optimizer": static, "activations": each * held // 4}
-        if layout.accumulation == 1:
-            kinds["activations"] = int(kinds["activations"] * self._draw("alone", way))
-        return Memory(kinds, host=int(self.scale * self._draw("host", kept) / 2))
+        ranks = []
+        for rank in range(1 + (layout.pipeline > 1)):
+            static = int(self.scale * self._draw("static", rank, block) * 1.2)
+            working = int(self.scale * self._draw("working", rank, layout))
+            ranks.append({"optimizer": static, "activations": working})
+        fullest = max(ranks, key=lambda kinds: sum(kinds.values()))
+        return Memory(fullest, host=int(self.scale * self._draw("host", layout) / 2))
 
     def time(self, layout: Layout) -> Time:
         seconds = round(0.2 + self._draw("time", layout), 1)  # rounded: there are ties
@@ -230,6 +229,20 @@ def _values(x: Entry) -> tuple[float, float, int, int]:
 
 def _beats(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
     return one != other and all(a <= b for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize(("family", "sections"), [
+    ("llama", {}), ("gpt2", {"memory": {"optimizer_states": "int8"}}),
+    ("llama", {"adapter": "lora", "quantization": "nf4"}),
+])  # fmt: skip
+def test_the_memory_model_keeps_the_law(family: str, sections: dict[str, Any]) -> None:
+    asked, cluster = job(family, **sections), cluster_of()
+    memory = MemoryModel(asked, cluster)
+    blocks = list(Space(asked, cluster).blocks())
+    for block in random.Random(0).sample(blocks, min(len(blocks), 40)):
+        found = [memory(f.layout(*n)) for f in block.frames for n in f.micro_batches]
+        static = [sum(m.kinds.get(kind, 0) for kind in STATIC) for m in found]
+        assert max(static) <= min(m.peak for m in found), block.frames[0]
 
 
 def test_what_does_not_fit_is_known_by_its_shortage() -> None:

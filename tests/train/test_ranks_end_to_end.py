@@ -149,10 +149,11 @@ def test_a_stop_is_saved_by_all_ranks_at_one_step(stopped: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_stopped_run_goes_on_under_another_layout(ranks: int, make: Make, stopped: Path) -> None:
-    """One process; and the copies that two ranks are when nothing is said of parallelism, here
-    under torchrun."""
+    """One process; and two ranks that are copies, here under torchrun."""
     end = RunFolder(stopped).steps()[-1] + 5
-    config, folder = make(f"resumed-{ranks}", train={"steps": end})
+    config, folder = make(
+        f"resumed-{ranks}", train={"steps": end}, parallel={"sharding": "no_shard"}
+    )
     shutil.copytree(stopped, folder)
     if ranks == 1:
         Run.open(config).train()

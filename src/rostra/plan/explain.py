@@ -99,8 +99,8 @@ def _job_of(plan: Plan, layout: Layout) -> Job:
 def _neighbours(job: Job, layout: Layout) -> Iterator[tuple[str, bool, Layout, Job]]:
     """Technique, whether `layout` has it, the layout that differs in it, and its job."""
     mode, spread = layout.activation_checkpointing, layout.shard * layout.replicate
-    for name in ("full", "selective:operations"):
-        if mode in ("none", name):
+    for name in dict.fromkeys((mode, "selective:operations", "full")):
+        if name != "none":
             other = replace(layout, activation_checkpointing="none" if mode == name else name)
             yield f"checkpointing {name}", mode == name, other, job
     if spread * layout.context > 1:
@@ -220,7 +220,7 @@ def show(told: Explanation) -> None:
         console.print(Text(f"assumed: {note}", style="dim"))
     console.print()
     if plan.chosen is None:
-        console.print(Text(shortage_told(plan), style="bold"), "", _ways(told.ways), sep="\n")
+        console.print(_ways(told.ways), "", sep="\n")
         return
     shown = [plan.chosen, *plan.alternatives]
     parts: list[Any] = [

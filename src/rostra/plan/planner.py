@@ -20,12 +20,12 @@ from rostra.plan.search import GOALS, Entry, Found, Goal, Miss, Models, Room, se
 from rostra.plan.space import Limits, Space
 from rostra.plan.techniques import Technique, techniques_of, variants
 from rostra.plan.time import TimeModel
-from rostra.plan.trace import traced
 
 # Share of the memory that a plan leaves free: what formulas may err by, and, where the device is
 # the host, what else lives there.
 SPARE = {"gpu": 0.03, "cpu": 0.1}
 HOST_SPARE = 0.1
+ABOUT = 1.03  # times as much is about the same
 SHOWN = 6  # strategies beside the chosen one
 _TRACES = 4  # layouts that are traced before the rest is left to the formulas
 
@@ -118,7 +118,7 @@ def make_plan(
     allow: Iterable[str] = (),
     goal: Goal = "fastest",
     limits: Limits | None = None,
-    trace: bool = True,
+    trace: bool = False,
     notes: Sequence[str] = (),
 ) -> Plan:
     """Search every layout that the config leaves open, and choose by `goal`.
@@ -146,16 +146,27 @@ def make_plan(
 
 
 def _others(found: Found, goal: Goal, chosen: Candidate) -> list[Entry]:
-    """The best layouts of other strategies; first those that need fewer devices or less memory,
-    or are faster than the chosen one."""
-    ranks, peak, step = chosen.layout.world_size, chosen.memory.peak, chosen.time.step
-    others = [x for x in found.kinds.values() if isinstance(x, Entry) and x.layout != chosen.layout]
+    """The best layouts of other strategies, by `goal`; last those that are no trade worth a
+    line, as one before them is about as good in time, price, devices and memory, or better."""
+    first = (chosen.time.step, chosen.layout.world_size, chosen.memory.peak)
+    trades, rest = [first], []
+    kept: list[Entry] = []
+    entries = [x for x in found.kinds.values() if isinstance(x, Entry)]
+    for x in sorted(entries, key=lambda x: x.by(goal)):
+        values = (x.seconds, x.ranks, x.peak)
+        if x.layout == chosen.layout:
+            continue
+        if any(_about_beats(other, values) for other in trades):
+            rest.append(x)
+        else:
+            trades.append(values)
+            kept.append(x)
+    return kept + rest
 
-    def order(x: Entry) -> tuple[Any, ...]:
-        better = x.ranks < ranks or x.peak < peak or x.seconds < step
-        return not better, x.by(goal)
 
-    return sorted(others, key=order)
+def _about_beats(one: tuple[float, int, int], other: tuple[float, int, int]) -> bool:
+    price = one[0] * one[1] <= ABOUT * other[0] * other[1]
+    return price and all(a <= ABOUT * b for a, b in zip(one, other, strict=True))
 
 
 def _choose(plan: Plan, trace: bool) -> Candidate | None:
@@ -183,6 +194,8 @@ def _choose(plan: Plan, trace: bool) -> Candidate | None:
 
 def _traced(job: Job, layout: Layout, cluster: Cluster, formula: Memory) -> Memory:
     """The trace of a layout; what no trace tells (host, loading, saving) is the formulas'."""
+    from rostra.plan.trace import traced  # the engine comes with it, which no search needs
+
     try:
         memory = traced(job, layout, cluster)
     except RequestError:  # an engine that cannot be run here

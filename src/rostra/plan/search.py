@@ -2,13 +2,10 @@
 between time, devices and memory that is not worse than another in all of them.
 
 Each layout is decided, so the result is exact under the models. Most are decided by calling
-them; two facts spare calls without changing any result, and `tests/plan/test_search.py` holds
-both against looking at all:
-
-- Parameters and optimizer states lie alike in all layouts of a block, whatever their micro
-  batches and checkpointing: where those alone do not fit, none does.
-- Outside of a pipeline, as long as gradients are accumulated, more samples at once need no less
-  memory: where a micro batch does not fit, no larger one does.
+them. One fact spares calls without changing any result, and `tests/plan/test_search.py` holds it
+against looking at all: parameters and optimizer states lie alike in all layouts of a block,
+whatever their micro batches and checkpointing. Those of any rank are less than what the fullest
+rank needs under any of them: where they alone do not fit, none does.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from typing import Any, Literal
 
 from rostra.layout import AXES, Layout
 from rostra.plan.results import Memory, Time
-from rostra.plan.space import Block, Frame
+from rostra.plan.space import Block
 
 Goal = Literal["fastest", "cheapest", "fewest"]
 GOALS: tuple[Goal, ...] = ("fastest", "cheapest", "fewest")
@@ -128,35 +125,18 @@ def search(blocks: Iterable[Block], models: Models, found: Found | None = None) 
     found = found or Found()
     for block in blocks:
         found.considered += len(block)
-        if not _statics_fit(block, models, found):
-            continue
-        for frame in block.frames:
-            for layout, memory in _sized(frame, models):
-                _decide(layout, memory, models, found)
+        for layout in _layouts(block):
+            memory = models.memory(layout)
+            _decide(layout, memory, models, found)
+            if sum(memory.kinds.get(kind, 0) for kind in STATIC) > models.room.device:
+                break
     return found
 
 
-def _statics_fit(block: Block, models: Models, found: Found) -> bool:
-    frame = block.frames[-1]
-    layout = frame.layout(*frame.micro_batches[0])
-    memory = models.memory(layout)
-    if sum(memory.kinds.get(kind, 0) for kind in STATIC) <= models.room.device:
-        return True
-    _miss(layout, memory, models, found)
-    return False
-
-
-def _sized(frame: Frame, models: Models) -> Iterator[tuple[Layout, Memory]]:
-    """The layouts of a frame whose memory has to be known."""
-    apart = frame.fields["pipeline"] == 1
-    full = False
-    for micro_batch, accumulation in frame.micro_batches:
-        if full and accumulation > 1:
-            continue
-        layout = frame.layout(micro_batch, accumulation)
-        memory = models.memory(layout)
-        full |= apart and models.room.shortage(memory, layout.world_size) > 0
-        yield layout, memory
+def _layouts(block: Block) -> Iterator[Layout]:
+    for frame in block.frames:
+        for micro_batch, accumulation in frame.micro_batches:
+            yield frame.layout(micro_batch, accumulation)
 
 
 def _decide(layout: Layout, memory: Memory, models: Models, found: Found) -> None:

@@ -1,4 +1,4 @@
-"""The layout of a run until the planner chooses it, and whether a run may be resumed."""
+"""What a config says of a run's layout by itself, and whether a run may be resumed."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from rostra.hardware import can_compile, supports
 from rostra.layout import Compute, Layout, explain
 from rostra.plan.axes import as_in_file, choose_axes
 
+# Positions of a micro batch on a CPU: beyond, a step took longer, as less of it stays in caches.
+POSITIONS = 4096
 COMPILE_SECONDS = 40.0  # seen on CPUs for compiled layers and loss, forward and backward
 COMPILE_GAIN = 0.3  # share of an uncompiled step that compiling saves at the least
 
@@ -32,13 +34,14 @@ FREE_KEYS = (
 def choose_layout(
     config: Config, device: torch.device, parameters: int, tokens: int, ranks: int = 1
 ) -> Layout:
-    """A sound layout on so many ranks. `tokens` is the length of the whole run.
+    """A sound layout on so many ranks, without a plan: what the config leaves open is not used,
+    and a micro batch is small. `tokens` is the length of the whole run.
 
     Raises RequestError when the config's axes do not make up `ranks`, or the one table of what
     may be combined refuses them.
     """
     size, memory = config.train.global_batch_size, config.memory
-    table = config.parallel if config.parallel != "auto" else _simple(device, parameters, ranks)
+    table = config.parallel if config.parallel != "auto" else ParallelTable()
     asked = config.train.micro_batch_size
     file, table, memory = as_in_file(table, memory)
     if asked == "auto":
@@ -106,25 +109,14 @@ def room_for_ranks() -> int:
     return torch.cuda.device_count() or max(8, os.cpu_count() or 1)
 
 
-def _simple(device: torch.device, parameters: int, ranks: int) -> ParallelTable:
-    """Until the planner chooses: copies of the model where they fit, or else full_shard.
-
-    Weights, gradients and two states of AdamW take 16 bytes a parameter (Rajbhandari et al.
-    2020, arXiv:1910.02054, section 3.1); as much again is left for activations.
-    """
-    if device.type != "cuda":
-        return ParallelTable(sharding="no_shard")
-    room = torch.cuda.get_device_properties(device).total_memory
-    fits = 2 * 16 * parameters < room
-    return ParallelTable(sharding="no_shard" if fits or ranks == 1 else "full_shard")
-
-
 def full_rows(config: Config, layout: Layout | None = None) -> bool:
     """Whether all samples must have one shape: in a pipeline, when positions are split, and for
     compiled code, which is made for one."""
     table = config.parallel
+    if layout is not None:
+        return layout.compile or max(layout.pipeline, layout.context) > 1
     split = table != "auto" and max(table.pipeline, table.context) > 1
-    return split or (config.train.compile is True if layout is None else layout.compile)
+    return split or config.train.compile is True
 
 
 def _micro_batch(
@@ -137,7 +129,7 @@ def _micro_batch(
     if asked != "auto":
         return min(asked, rows)
     positions = config.data.sequence_length // axes["context"]
-    fits = max(1, (4096 if device.type == "cpu" else 16384) // max(1, positions))
+    fits = max(1, (POSITIONS if device.type == "cpu" else 4 * POSITIONS) // max(1, positions))
     if axes["pipeline"] > 1:  # several micro batches must be under way
         fits = min(fits, max(1, rows // (2 * axes["pipeline"])))
     return min(rows, fits)

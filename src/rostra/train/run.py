@@ -11,6 +11,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from transformers import PretrainedConfig
 
 from rostra.build import build_engine, build_model, check_model
 from rostra.checkpoint import Checkpoint, keep_newest, save_checkpoint
@@ -20,10 +21,13 @@ from rostra.events import Events, JsonLines, Listener, plain, read_events
 from rostra.hardware import best_device, can_compile
 from rostra.layout import Layout
 from rostra.memory import explain_out_of_memory, keep_freed_memory, measure, peak_resident_bytes
+from rostra.plan.foretold import Foretold
+from rostra.plan.planner import Plan
+from rostra.plan.results import Memory
 from rostra.report import write_report
 from rostra.store import RunFolder, explain_full_disk, read_manifest, sweep, write_file, write_json
 from rostra.track import TensorBoard
-from rostra.train.choose import check_same_data, choose_layout
+from rostra.train.choose import check_same_data
 from rostra.train.feeding import (
     make_loader,
     prepare_data,
@@ -35,6 +39,7 @@ from rostra.train.finish import Evaluator, save_adapter_of, save_model
 from rostra.train.folder import claimed, finished, resumable
 from rostra.train.loop import Loop, StopSignal, every
 from rostra.train.origin import Origin, recorded, start_from
+from rostra.train.planned import Start, plan_run
 from rostra.workers import detect, joined, on_every_rank, on_first_rank, this_rank, world_size
 
 
@@ -111,7 +116,10 @@ class _Training:
             config, self.prepared.tokenizer, self.prepared.vocabulary_size, events, not alone
         )
         self.counts, self.adapter = built.counts, built.adapter
-        self.layout = on_first_rank(lambda: self._layout(checkpoint))  # one, whatever the hosts
+        self.plan: Plan | None = None  # of rank 0
+        shape = built.model.config
+        # one layout, whatever the hosts
+        self.layout, self.planned = on_first_rank(lambda: self._layout(shape, checkpoint))
         self.engine = build_engine(
             config, self.layout, built.model, self.device, self.steps, events, built.weights
         )
@@ -125,7 +133,10 @@ class _Training:
                 start_from(origin, self.engine, self.prepared.tokenizer_hash, config.optimizer.name)
         self.evaluator = Evaluator(config, self.prepared, self.engine, events)
 
-    def _layout(self, checkpoint: Checkpoint | None) -> Layout:
+    def _layout(
+        self, shape: PretrainedConfig, checkpoint: Checkpoint | None
+    ) -> tuple[Layout, Memory | None]:
+        """The layout, and the memory that the plan foretells for it."""
         config = self.config
         if checkpoint is not None:  # compiled or not is the run's own: it changes rounding
             compiled = checkpoint.layout.compile
@@ -143,7 +154,13 @@ class _Training:
                 update={"train": config.train.model_copy(update={"compile": compiled})}
             )
         tokens = self.steps * config.train.global_batch_size * config.data.sequence_length
-        return choose_layout(config, self.device, self.counts["parameters"], tokens, world_size())
+        before = _layout_before(config, checkpoint)
+        start = Start(
+            config, shape, self.counts["parameters"], tokens, self.device, *_ranks(), before
+        )
+        layout, self.plan = plan_run(start, self.events.notice)
+        chosen = None if self.plan is None else self.plan.chosen
+        return layout, None if chosen is None else chosen.memory
 
     def train(self, lines: JsonLines, stop: StopSignal) -> dict[str, Any]:
         folder = self.folder
@@ -168,21 +185,27 @@ class _Training:
                 device=str(self.device),
                 **self.counts,
             )
-            with stop.after_the_step():
+            with stop.after_the_step(), explain_out_of_memory(self._expected()):
                 self._run_loop(stop)
             return self._finish()
+
+    def _expected(self) -> dict[str, int]:
+        return {} if self.planned is None else self.planned.kinds
 
     def _write_down(self) -> None:
         folder = self.folder
         folder.summary.unlink(missing_ok=True)  # of a shorter length, before this one
         write_file(folder.config, config_to_yaml(self.config))
-        plan = {"feasible": True, "chosen": {"layout": self.layout.to_dict()}, "considered": 1}
-        write_json(folder.plan, plan)
+        chosen = {"feasible": True, "chosen": {"layout": self.layout.to_dict()}, "considered": 1}
+        write_json(folder.plan, chosen if self.plan is None else self.plan.to_dict())
 
     def _subscribe(self) -> None:
         """What happens beside the steps, each with its period."""
         checkpoint, evaluate = self.config.checkpoint, self.config.evaluate
         period = checkpoint.every or max(1, self.steps // 10)
+        if self.plan is not None and self.plan.chosen is not None:
+            calibrated = self.plan.cluster.calibrated
+            self.events.subscribe(Foretold(self.plan.chosen, self.events, calibrated))
         self.events.subscribe(every(period, self._save, last=self.steps))
         if evaluate.every is not None:
             self.events.subscribe(every(evaluate.every, self.evaluator.while_training))
@@ -241,7 +264,7 @@ class _Training:
         summary = {
             **self._seen(),
             **found,
-            "planned_peak_memory_bytes": None,
+            "planned_peak_memory_bytes": None if self.planned is None else self.planned.live,
             "resident_bytes": peak_resident_bytes(),
             "layout": self.layout.to_dict(),
             **self.counts,
@@ -280,6 +303,23 @@ def _keeps_freed(config: Config) -> bool:
     """`memory.keep_freed`, decided: who trains an adapter has asked for memory before speed."""
     asked = config.memory.keep_freed
     return config.adapter.kind == "none" if asked == "auto" else asked
+
+
+def _ranks() -> tuple[int, int]:
+    """Ranks in all, and on this machine; all are here when no launcher has said otherwise."""
+    world, ranks = detect(os.environ), world_size()
+    return ranks, world.local_size if world.size == ranks else ranks
+
+
+def _layout_before(config: Config, checkpoint: Checkpoint | None) -> Layout | None:
+    """That of the checkpoint, when nothing else has been asked for since."""
+    if checkpoint is None:
+        return None
+    now = config.model_dump(mode="json")
+    then = checkpoint.config
+    same = all(then.get(key) == now[key] for key in ("parallel", "memory"))
+    micro = [values.get("train", {}).get("micro_batch_size") for values in (then, now)]
+    return checkpoint.layout if same and micro[0] == micro[1] else None
 
 
 def _check_shared(folder: RunFolder) -> None:
