@@ -18,6 +18,9 @@ FUSED = {"flash1": 0.55, "flash": 1.0, "flash3": 1.6}
 # gradients by operations of their own, in one kernel, or, in blocks, in float32.
 SCORE, FUSED_SCORE, BLOCK_SCORE = (16, 20), (6, 8), (40, 60)
 BLOCK = 1024  # queries and keys that are multiplied at once by blocks
+# Compiled attention by blocks, on CPUs: scores are read, an exponential, weights are written; an
+# exponential takes about as long as moving 10 bytes.
+COMPILED_SCORE = (14, 18)
 
 
 class AttentionTimes:
@@ -38,6 +41,10 @@ class AttentionTimes:
         if kind == "materialised":
             moved = FUSED_SCORE if self.conventions.fused else SCORE
             return self._scores(heads * self.job.length**2, self.job.length, moved, precision)
+        if kind == "compiled":
+            rows = max(128, self.job.length // 16)  # as `models.attention` has them
+            pairs = heads * (self.work.pairs(layer, self.job.length) + self.job.length * rows / 2)
+            return self._scores(pairs, self.job.length // 2, COMPILED_SCORE, precision)
         if kind == "blocks":
             seen = heads * self.work.pairs(layer, self.job.length)
             return self._scores(seen, min(BLOCK, self.job.length), BLOCK_SCORE, precision)
@@ -45,11 +52,13 @@ class AttentionTimes:
 
     def _kind(self, layout: Layout) -> str:
         """The kernel: Rostra's ring computes by blocks on every device; what that takes on a CPU
-        is measured as attention there."""
+        is measured as attention there. Compiled on a CPU, attention is by blocks too."""
         kind, asked = self.conventions.attention, self.job.config.model.attention
         ring = layout.context > 1 and layout.context_method == "ring"
         if ring and self.on_gpu and not self.conventions.fused_ring:
             return "blocks"
+        if layout.compile and not self.on_gpu and asked in ("auto", "blocked"):
+            return "compiled"
         return "materialised" if asked == "eager" and kind == "flash" else kind
 
     def _scores(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import ceil
+from itertools import pairwise
 from operator import attrgetter
 from typing import TypeVar
 
 from rostra.hardware.cluster import Cluster
 from rostra.layout import Layout
+from rostra.parallel.pipeline_split import balance
 from rostra.plan.efficiency import Conventions, Efficiency, typical
 from rostra.plan.job import Job
 from rostra.plan.results import Time
@@ -66,7 +67,7 @@ class TimeModel:
             lambda x: (model_flops(job, x), hardware_flops(job, x)),
             ("adapter", "activation_checkpointing"),
         )
-        self._cuts: dict[tuple[int, int, float], tuple[int, int]] = {}
+        self._cuts: dict[tuple[int, int], list[int]] = {}  # layers of each rank of a pipeline
 
     def __call__(self, layout: Layout) -> Time:
         micro, sharding = self._micro(layout), self._sharding(layout)
@@ -112,13 +113,19 @@ class TimeModel:
 
     def _slowest(self, layout: Layout, head: float) -> tuple[int, int]:
         """Layers of the slowest rank of the pipeline, and whether the head is with them, which
-        takes as long as `head` layers."""
-        if layout.pipeline == 1:
-            return self.job.sizes.depth, 1
-        at = (layout.pipeline, layout.stages, round(head, 2))
+        takes as long as `head` layers. The engine cuts by numbers, see `balance`."""
+        depth, ranks = self.job.sizes.depth, layout.pipeline
+        if ranks == 1:
+            return depth, 1
+        at = (ranks, layout.stages)
         if at not in self._cuts:
-            self._cuts[at] = _cut(self.job.sizes.depth, *at)
-        return self._cuts[at]
+            costs = [sum(x.numbers * count for x, count in self.job.sizes.layers) / depth] * depth
+            costs[-1] += self.job.sizes.embedding
+            borders = balance(costs, ranks * layout.stages)
+            sizes = [end - start for start, end in pairwise(borders)]
+            self._cuts[at] = [sum(sizes[rank::ranks]) for rank in range(ranks)]
+        *others, last = self._cuts[at]
+        return (last, 1) if last + head >= max(others) else (max(others), 0)
 
     def _bubble(self, layout: Layout, one: float, weights: float) -> float:
         """Seconds in which a rank of the pipeline has nothing to do: of p ranks with v stages
@@ -140,17 +147,6 @@ def efficiency_of(cluster: Cluster) -> Efficiency:
         if (measured := measured_efficiency(cluster)) is not None:
             return measured
     return typical(cluster.device)
-
-
-def _cut(depth: int, ranks: int, stages: int, head: float) -> tuple[int, int]:
-    """Layers of the slowest of `ranks` ranks with `stages` stages each, and whether it is the
-    last, with the head. Stages are cut so that the slowest one is as quick as can be."""
-    others = ranks * stages - 1
-    cost = {n: max(n + head, ceil((depth - n) / others)) for n in range(1, depth - others + 1)}
-    last = min(cost, key=lambda n: (cost[n], -n))
-    inner = (depth - last) / others
-    most, with_head = ceil(stages * inner), ceil((stages - 1) * inner) + last
-    return (with_head, 1) if with_head + head >= most else (most, 0)
 
 
 def _remembered(
