@@ -27,6 +27,7 @@ from rostra.build import build_engine
 from rostra.build.tuned import tune
 from rostra.config import Config, config_from_dict
 from rostra.events import Events
+from rostra.hardware.machine import this_cluster
 from rostra.layout import Layout
 from rostra.memory import measure
 from rostra.models.weights import SeededWeights, model_on_meta
@@ -230,7 +231,7 @@ def compare(name: str, pool: Pool) -> dict[str, Any]:
         return found
     began = time.process_time()
     try:
-        memory = traced(job_of(config_of(row), shape_of(row)), layout, None)
+        memory = traced(job_of(config_of(row), shape_of(row)), layout, this_cluster())
         found["traced"] = {**memory.kinds, "total": memory.live}
         found["error"] = memory.live / found["measured"]["total"] - 1
     except Exception:

@@ -88,16 +88,17 @@ def dry_run(config: Config, layout: Layout, shape: PretrainedConfig, rank: int =
 
 @contextmanager
 def fake_rank(
-    config: Config, layout: Layout, shape: PretrainedConfig, rank: int = 0, gloo: bool = True
+    config: Config, layout: Layout, shape: PretrainedConfig, rank: int = 0
 ) -> Iterator[tuple[TorchEngine, Watch]]:
     """The engine of `rank` of `layout` on fake tensors, and what sees all that is done with it
-    inside, from the building on; see `dry_run`, and `gloo` in `Watch`."""
+    inside, from the building on; see `dry_run`."""
     _check(layout, rank)
     computed = "bf16" if layout.compute == "fp8" else layout.compute
     layout = replace(layout, compile=False, compute=computed)
     with fake_group(rank, layout.world_size), masks_as_in_training():
         # what transformers asks of positions: whether all are of one document
-        watch = Watch(true=not config.data.isolate_documents, gloo=gloo)
+        one_document = not config.data.isolate_documents
+        watch = Watch(one_document, sends=2 if layout.pipeline_schedule == "1f1b" else None)
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         model = model_on_meta(shape)
         quantize_model(model, config.quantization)

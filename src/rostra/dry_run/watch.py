@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,33 +16,36 @@ from torch.utils._pytree import tree_leaves
 from rostra.memory import KINDS, stored_tensors
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
-_COPIED = ("_allgather_base_", "_reduce_scatter_base_")
 
 
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+def _role(namespace: str, name: str) -> str | None:
+    """What tensors are for that an operation takes and gives."""
+    if namespace in ("c10d", "_c10d_functional", "fsdp"):
+        gathers = name in ("_allgather_base_", "all_gather_copy_in", "split_with_sizes_copy")
+        return "gathered" if gathers else "communication"
+    return "quantization" if namespace == "bitsandbytes" else None
 
 
 class Watch(TorchDispatchMode):
     """Sees every operation on plain tensors.
 
     `changes` are what happened to memory, in order: the number of a block, and bytes taken or,
-    negative, given back. `makers` has the operation that brought a block forth, or that first
-    met it. `calls` counts collectives by kind. A fake tensor has no value to be read: a number
-    is 1, so that losses and norms are finite, and a condition is `true` or not. `gloo` copies
-    what it gathers and scatters within the call; NCCL does not.
+    negative, given back. `roles` has the blocks that were seen in an exchange, by what for.
+    `calls` counts collectives by kind. A fake tensor has no value to be read: a number
+    is 1, so that losses and norms are finite, and a condition is `true` or not. What is sent to another rank of a pipeline
+    lives on until somebody waits for it: the last `sends` of them, or all, are in `sent`.
     """
 
-    def __init__(self, true: bool = True, gloo: bool = True) -> None:
+    def __init__(self, true: bool = True, sends: int | None = None) -> None:
         super().__init__()
-        self.true, self.gloo = true, gloo
+        self.true = true
+        self.sent: deque[Any] = deque(maxlen=sends)
         self.calls: Counter[str] = Counter()
         self.changes: list[tuple[int, int]] = []
-        self.makers: dict[int, str] = {}
+        self.roles: dict[int, str] = {}
         self._live: dict[int, _Block] = {}  # by the storage's address
         self._resized: dict[int, _Block] = {}  # of these, who may be resized again
         self._blocks = self._now = self._highest = 0
-        self._maker = ""
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -59,21 +62,17 @@ class Watch(TorchDispatchMode):
         if function.namespace in ("c10d", "_c10d_functional"):
             short = name.replace("_", "")
             self.calls.update(k for k in COLLECTIVES if short.startswith(k.replace("_", "")))
-        self._maker = f"{function.namespace}.{name}"
+            if name == "send":
+                self.sent.append(args[0])
+        role = _role(function.namespace, name)
         for x in tree_leaves((args, kwargs, result)):
             if isinstance(x, Tensor) and x.device.type != "meta":
-                self._see(x.untyped_storage())
-        if self.gloo and name in _COPIED:
-            self._pass_by(max(_bytes(args[0]), _bytes(args[1])))
+                number = self._see(x.untyped_storage())
+                if role is not None:
+                    self.roles.setdefault(number, role)
         self._look(everywhere=self._now > self._highest or function.namespace in ("c10d", "fsdp"))
         self._highest = max(self._highest, self._now)
         return result
-
-    def _pass_by(self, size: int) -> None:
-        """Memory that comes and goes within an operation."""
-        self._blocks += 1
-        self.makers[self._blocks] = self._maker
-        self.changes += [(self._blocks, size), (self._blocks, -size)]
 
     def _look(self, everywhere: bool) -> None:
         """FSDP gives back what it has gathered by resizing it to nothing, which no operation
@@ -82,14 +81,14 @@ class Watch(TorchDispatchMode):
         for block in list((self._live if everywhere else self._resized).values()):
             self._resize(block)
 
-    def _see(self, storage: torch.UntypedStorage) -> None:
+    def _see(self, storage: torch.UntypedStorage) -> int:
         address = storage._cdata
         if address not in self._live:
             self._blocks += 1
             block = _Block(self._blocks, weakref.ref(storage, lambda _: self._end(address)))
             self._live[address] = block
-            self.makers[block.number] = self._maker
         self._resize(self._live[address])
+        return self._live[address].number
 
     def _end(self, address: int) -> None:
         block = self._live.pop(address)

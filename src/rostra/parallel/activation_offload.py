@@ -102,6 +102,10 @@ def _is_weight(tensor: Tensor) -> bool:
     return isinstance(getattr(node, "variable", None), nn.Parameter)
 
 
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
 @dataclass(eq=False)
 class _Copy:
     """The bytes of one storage that was saved."""
@@ -122,7 +126,7 @@ class _Copy:
 class _Host(Protocol):
     """Takes bytes, and gives them back."""
 
-    def put(self, data: Tensor) -> _Copy: ...
+    def put(self, storage: torch.UntypedStorage) -> _Copy: ...
 
     def end(self) -> None:
         """The layer's forward pass has ended."""
@@ -146,13 +150,13 @@ class _File:
         self._needed: weakref.WeakSet[_Copy] = weakref.WeakSet()
         self._end = 0
 
-    def put(self, data: Tensor) -> _Copy:
+    def put(self, storage: torch.UntypedStorage) -> _Copy:
         if self._end and not self._needed:
             self._end = self._file.truncate(0)
-        copy = _Copy(self._end, data.numel())
+        copy = _Copy(self._end, storage.nbytes())
         try:
             self._file.seek(self._end)
-            self._file.write(data.numpy().data)
+            self._file.write(_bytes(storage).numpy().data)
         except OSError as error:
             raise TrainingFailed(
                 "memory.activation_checkpointing = 'offload': cannot write activations to "
@@ -178,8 +182,8 @@ class _File:
 class _Unwritten:
     """For fake tensors, which have no bytes: what comes back is as large as what went."""
 
-    def put(self, data: Tensor) -> _Copy:
-        return _Copy(None, data.numel())
+    def put(self, storage: torch.UntypedStorage) -> _Copy:
+        return _Copy(None, storage.nbytes())
 
     def end(self) -> None: ...
 
@@ -200,8 +204,8 @@ class _Pinned:
         self._put: list[_Copy] = []  # by the layer that computes
         self._leaving: list[_Copy] = []  # of the layer before
 
-    def put(self, data: Tensor) -> _Copy:
-        self._put.append(_Copy(None, data.numel(), here=data))
+    def put(self, storage: torch.UntypedStorage) -> _Copy:
+        self._put.append(_Copy(None, storage.nbytes(), here=_bytes(storage)))
         return self._put[-1]
 
     def end(self) -> None:
@@ -305,8 +309,7 @@ class _Call:
             return tensor.detach()
         key = (StorageWeakRef(storage), plain._version)
         if key not in self._known:
-            data = torch.empty(0, dtype=torch.uint8, device=self._device)
-            self._known[key] = self._host.put(data.set_(storage))
+            self._known[key] = self._host.put(storage)
             self._copies.append(self._known[key])
         copy = self._known[key]
         copy.uses += 1
@@ -328,8 +331,11 @@ class _Call:
         copy.uses -= 1
         if copy.uses <= 0:
             copy.here = None
-        tensor = torch.empty(0, dtype=packed.dtype, device=self._device)
-        tensor.set_(data.untyped_storage(), packed.offset, packed.size, packed.stride)
+        if isinstance(data, FakeTensor):  # which no other takes the place of
+            tensor = data.view(packed.dtype).as_strided(packed.size, packed.stride, packed.offset)
+        else:
+            tensor = torch.empty(0, dtype=packed.dtype, device=self._device)
+            tensor.set_(data.untyped_storage(), packed.offset, packed.size, packed.stride)
         return tensor if packed.spec is None else packed.spec.whole(tensor)
 
     def _fetch(self) -> None:
