@@ -31,6 +31,12 @@ from rostra.plan.results import Time
 from rostra.plan.time import TimeModel
 
 TORCHTITAN = "torchtitan"
+GPUS_OF = {
+    "a100_40gb": "A100-40GB",
+    "a100_80gb": "A100-80GB",
+    "h100_80gb": "H100",
+    "h100_96gb_hbm2e_500w": "H100-96GB",
+}
 LENGTHS, GPUS = (1024, 4096, 16384), (16, 64, 256)  # of rows held out while choosing constants
 ELSE = Path(__file__).parent / "published_elsewhere.csv"
 FOLDER = Path(__file__).parents[1] / "../shared/data/published"
@@ -137,7 +143,7 @@ def foundry(path: Path) -> Iterator[Row]:
         number = {k: int(v) for k, v in row.items() if v.isdigit()}
         gpus, length = number["gpus"], number["sequence_length"]
         shape = mpt(number["hidden_size"], number["num_layers"], number["num_heads"], length)
-        kind = {"h100_80gb": "H100", "a100_80gb": "A100-80GB", "a100_40gb": "A100-40GB"}[row["gpu"]]
+        kind = GPUS_OF[row["gpu"]]
         conventions = FOUNDRY
         if row["precision"] == "bf16":
             conventions = replace(conventions, reduction_bytes=2)
@@ -179,18 +185,20 @@ def llama(name: str) -> PretrainedConfig:
 def titan(path: Path) -> Iterator[Row]:
     for row in csv.DictReader(path.open()):
         number = {k: int(v) for k, v in row.items() if v.isdigit()}
-        pipeline = number["pipeline"]
-        local = number["local_batch_size"]
-        yes = {k: v == "True" for k, v in row.items()}
+        pipeline, yes = number["pipeline"], {k: v == "True" for k, v in row.items()}
+        stages = 2 if "interleaved" in row["schedule"].lower() else 1
+        several = "interleaved_1f1b" if stages > 1 else "1f1b"
+        micro_batches = pipeline * stages  # torchtitan's default
         layout = Layout(
-            local // pipeline,  # as many micro batches as stages, torchtitan's default
-            pipeline,
+            max(1, number["local_batch_size"] // micro_batches),
+            micro_batches,
             shard=number["data_shard"],
             context=number["context"],
             context_method="ring",
             tensor=number["tensor"],
             pipeline=pipeline,
-            pipeline_schedule="1f1b" if pipeline > 1 else "none",
+            stages=stages,
+            pipeline_schedule=several if pipeline > 1 else "none",
             sharding="full_shard",
             activation_checkpointing={"selective": "selective:operations"}.get(
                 row["activation_checkpointing"], row["activation_checkpointing"]
@@ -206,7 +214,7 @@ def titan(path: Path) -> Iterator[Row]:
             TORCHTITAN,
             job(llama(row["model"]), number["sequence_length"], number["global_batch_size"]),
             layout,
-            f"{number['gpus']}xH100-96GB",
+            f"{number['gpus']}x{GPUS_OF[row['gpu']]}",
             conventions,
             float(row["tokens_per_second_per_gpu"]),
         )
@@ -253,9 +261,13 @@ def elsewhere(path: Path) -> Iterator[Row]:
 
 
 def rows(folder: Path) -> list[Row]:
+    """Those of the two files, as far as they are in `folder`."""
+    files = {"mpt_throughput.csv": foundry, "torchtitan_llama3.csv": titan}
     return [
-        *foundry(folder / "mpt_throughput.csv"),
-        *titan(folder / "torchtitan_llama3.csv"),
+        row
+        for name, read in files.items()
+        if (folder / name).exists()
+        for row in read(folder / name)
     ]
 
 
