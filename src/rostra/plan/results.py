@@ -36,7 +36,7 @@ class Memory:
     loading_host: int = 0
     saving: int = 0  # on the device, at the peak while a checkpoint is saved
     saving_host: int = 0
-    source: str = "formula"  # or "trace"
+    source: str = "formula"  # "linears": of an unknown family, by its matrices; or "trace"
 
     @property
     def total(self) -> int:

@@ -15,6 +15,7 @@ from rostra.plan.memory.allocator import kept_blocks, outside
 from rostra.plan.memory.conventions import ROSTRA, Conventions
 from rostra.plan.memory.host import Beside, beside
 from rostra.plan.memory.lasting import is_collected, is_sharded, lasting
+from rostra.plan.memory.layers import STYLES
 from rostra.plan.memory.pipeline import in_flight, late
 from rostra.plan.memory.step import Moment, Parts, Stage, moments
 from rostra.plan.memory.weights import Unit
@@ -26,10 +27,15 @@ TOKEN = 3 * 8  # bytes of one: its id, its label, its position
 
 
 class MemoryModel:
-    """Memory of a job's layouts on a cluster. Terms are kept by what they depend on."""
+    """Memory of a job's layouts on a cluster. Terms are kept by what they depend on.
+
+    Of a family whose operations are not known, layers are taken by their linears alone, and
+    `Memory.source` says so.
+    """
 
     def __init__(self, job: Job, cluster: Cluster, conventions: Conventions = ROSTRA) -> None:
         self.job, self.cluster, self.conventions = job, cluster, conventions
+        self.source = "formula" if job.sizes.family in STYLES else "linears"
         self.on_gpu = cluster.device.kind == "gpu"
         self._working = Working(job, cluster.device.kind, conventions)
         self._layers = _in_order(job)
@@ -79,7 +85,7 @@ class MemoryModel:
         }
         return Memory(
             kinds, int(apart.host), int(apart.nvme), int(apart.loading), int(apart.loading_host),
-            int(apart.saving), int(apart.saving_host),
+            int(apart.saving), int(apart.saving_host), self.source,
         )  # fmt: skip
 
     def _beside(self, x: Layout, held: Unit, offloaded: float) -> Beside:
