@@ -15,6 +15,8 @@ from rostra.plan.memory.step import Parts
 from rostra.plan.memory.weights import FLOAT, HALF, Matrix, Unit, Weights, under_way, unit_of
 
 REDUCED = {"fp32": 4, "bf16": 2}
+# Bytes a number of torchao's uncompiled step at its most: tensors of 4 bytes, with codes of 8.
+LOW_BIT_FLOAT, LOW_BIT_TABLE = 25, 53
 
 
 def is_sharded(x: Layout) -> bool:
@@ -34,10 +36,16 @@ def is_collected(x: Layout) -> bool:
 
 
 def lasting(
-    job: Job, x: Layout, own: Sequence[Layer], first: bool, last: bool, way: Conventions
+    job: Job,
+    x: Layout,
+    own: Sequence[Layer],
+    ends: tuple[bool, bool],
+    way: Conventions,
+    on_gpu: bool,
 ) -> tuple[Unit, Parts]:
-    """Of a rank with the layers `own`, and of embedding and head what the `first` and the
-    `last` of the pipeline have."""
+    """Of a rank with the layers `own`, and of embedding and head what the first and the last of
+    the pipeline have; whether it is these are its `ends`."""
+    first, last = ends
     sharded, tied = is_sharded(x), job.sizes.tied
     weights = Weights(job, x.quantization, x.adapter, HALF.get(x.compute, FLOAT))
     shards = x.shard * x.context if sharded else 1
@@ -72,7 +80,7 @@ def lasting(
         matrices += [m for layer_ in own for m in weights.layer(layer_)]
         matrices += [*weights.after(), *(weights.head() if has_head else [])] * last
         parts = _whole(x, everything, layer, embedding, matrices)
-    update = update_bytes(job.config.optimizer.name, x, everything)
+    update = update_bytes(job.config.optimizer.name, x, everything, on_gpu)
     return held(x, everything), replace(parts, temporary=update, tied=tied)
 
 
@@ -135,12 +143,16 @@ def _sharded(
     )
 
 
-def update_bytes(optimizer: str, x: Layout, all_: Unit) -> float:
+def update_bytes(optimizer: str, x: Layout, all_: Unit, on_gpu: bool) -> float:
     """Temporary results of the optimizer's step: torch's fused AdamW has none; Lion makes its
-    update for all parameters at once; low-bit states are taken apart parameter by parameter,
-    uncompiled with some copies of it."""
+    update for all parameters at once; low-bit states are taken apart and put together parameter
+    by parameter, which torchao does in float32 and, by a table, with codes of 8 bytes, unless its
+    step is compiled; bitsandbytes, whole on a GPU, in registers."""
     if optimizer == "lion":
         return FLOAT * all_.trained_part
-    if x.optimizer_states != "fp32":
-        return 6.0 * FLOAT * all_.largest
-    return 0.0
+    own_kernels = on_gpu and x.optimizer_states in ("int8", "paged_int8") and not is_sharded(x)
+    if x.optimizer_states == "fp32" or own_kernels:
+        return 0.0
+    if x.compile:
+        return 3 * FLOAT * all_.largest
+    return (LOW_BIT_FLOAT if x.optimizer_states == "fp8" else LOW_BIT_TABLE) * all_.largest

@@ -143,8 +143,8 @@ class MemoryModel:
 
     def _lasting(self, x: Layout, rank: int) -> tuple[Unit, Parts]:
         own = [self._layers[i] for i in self._split(x, rank)]
-        first, last = rank == 0, rank == x.pipeline - 1
-        return lasting(self.job, x, own, first, last, self.conventions)
+        ends = rank == 0, rank == x.pipeline - 1
+        return lasting(self.job, x, own, ends, self.conventions, self.on_gpu)
 
     def _work(self, x: Layout, rank: int) -> Work:
         mode, _, every = x.activation_checkpointing.partition(":")
@@ -173,7 +173,7 @@ def _of_weights(x: Layout) -> tuple[Hashable, ...]:
     return (
         x.pipeline, x.stages, x.tensor, x.context, x.shard, x.sharding, x.replicate > 1, x.compute,
         x.reduction, x.quantization, x.adapter, x.optimizer_states, x.optimizer_in_backward,
-        x.accumulation > 1, x.engine, x.offload_parameters, x.offload_optimizer,
+        x.accumulation > 1, x.engine, x.offload_parameters, x.offload_optimizer, x.compile,
     )  # fmt: skip
 
 
