@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import sys
 import time
@@ -14,7 +15,12 @@ from statistics import mean
 from typing import Any
 
 import pytest
-from transformers import AutoConfig
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from rostra.config import Config
 from rostra.hardware.catalogue import device_names, read_cluster
@@ -25,6 +31,7 @@ from rostra.plan.job import Job, job_of
 from rostra.plan.results import Time
 from rostra.plan.time import TimeModel, hardware_flops, model_flops
 from rostra.plan.time.collectives import group
+from rostra.plan.time.work import Work
 
 ROOT = Path(__file__).parents[2]
 PUBLISHED = ROOT / "../shared/data/published"
@@ -38,23 +45,26 @@ LLAMA = {
 }
 
 
-def job(length: int = 8192, batch: int = 64, family: str = "llama", **given: Any) -> Job:
-    """Llama 3 8B, or what `given` makes of it: sections of the config, sizes of the model."""
-    sections = {k: given.pop(k) for k in ("adapter", "quantization", "optimizer") if k in given}
-    config = Config.model_validate(
+def config(length: int, batch: int = 8, isolate_documents: bool = False, **given: Any) -> Config:
+    return Config.model_validate(
         {
             "model": {"pretrained": "none"},
             "data": {
                 "sources": [{"type": "text", "path": "none"}],
                 "sequence_length": length,
-                "isolate_documents": False,
+                "isolate_documents": isolate_documents,
             },
             "train": {"steps": 1, "global_batch_size": batch},
-            **sections,
+            **given,
         }
     )
+
+
+def job(length: int = 8192, batch: int = 64, family: str = "llama", **given: Any) -> Job:
+    """Llama 3 8B, or what `given` makes of it: sections of the config, sizes of the model."""
+    sections = {k: given.pop(k) for k in ("adapter", "quantization", "optimizer") if k in given}
     sizes = given if family != "llama" else LLAMA | given
-    return job_of(config, AutoConfig.for_model(family, **sizes))
+    return job_of(config(length, batch, **sections), AutoConfig.for_model(family, **sizes))
 
 
 def timed(
@@ -261,6 +271,73 @@ def test_small_models_wait_for_their_host_unless_compiled() -> None:
     compiled = timed(Layout(1, 8, compute="bf16", compile=True), "1xH100", small)
     assert eager.overhead > eager.compute
     assert compiled.overhead < eager.overhead / 2
+
+
+# What only looks at a tensor, and what is counted as products and attention.
+LOOKS = (
+    "device view _unsafe_view t transpose permute expand slice unsqueeze squeeze detach alias "
+    "select split as_strided unbind split_with_sizes empty empty_like where"
+).split()
+PRODUCTS = (
+    "mm addmm bmm _scaled_dot_product_flash_attention_for_cpu "
+    "_scaled_dot_product_flash_attention_for_cpu_backward"
+).split()
+
+
+class Moved(TorchDispatchMode):
+    """Bytes that operations read and write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        name = function.overloadpacket.__name__
+        if name not in (*LOOKS, *PRODUCTS) and not name.startswith("sym"):
+            for x in tree_leaves((args, kwargs, result)):
+                if isinstance(x, Tensor):
+                    self.bytes += min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
+        return result
+
+
+def moved(shape: PretrainedConfig, length: int, layers: int) -> tuple[int, int]:
+    """Bytes of the forward and backward pass of a model's layers, uncompiled, under autocast."""
+    shape = copy.deepcopy(shape)
+    shape.num_hidden_layers = layers
+    with FakeTensorMode():
+        model = AutoModelForCausalLM.from_config(shape, attn_implementation="sdpa").base_model
+        with Moved() as forward, torch.autocast("cpu", torch.bfloat16):
+            out = model(torch.zeros(1, length, dtype=torch.long), use_cache=False)[0]
+        with Moved() as backward:
+            out.backward(torch.ones_like(out))
+    return forward.bytes, backward.bytes
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "gpt_neox"])
+def test_pointwise_work_is_what_operations_move(family: str) -> None:
+    sizes = {
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "vocab_size": 1000,
+        "num_hidden_layers": 3,
+    }
+    drops = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout", "attention_dropout")
+    shape = AutoConfig.for_model(family, **sizes, **dict.fromkeys(drops, 0.0))
+    length = 2048
+    of = job_of(config(length, isolate_documents=True), shape)
+    layer = of.sizes.layers[0][0]
+    told = Work(of, Conventions()).pointwise(layer, 1, stream=4, computed=2, merged=False)
+    pairs = zip(moved(shape, length, 3), moved(shape, length, 2), strict=True)
+    casts = 6 * layer.numbers  # of the weights, and of their gradients
+    counted = [(more - less - casts) / length for more, less in pairs]
+    assert told.forward == pytest.approx(counted[0], rel=0.1)
+    assert told.backward == pytest.approx(counted[1], rel=0.1)
 
 
 def test_a_layout_takes_microseconds() -> None:

@@ -10,7 +10,7 @@ from typing import Literal
 
 from rostra.parallel.activations import PARTS
 from rostra.plan.efficiency import Conventions
-from rostra.plan.job import Job, Layer
+from rostra.plan.job import Job, Layer, Linear
 
 Part = Literal["attention", "mlp"]
 
@@ -116,43 +116,89 @@ class Work:
         inside. Under torch.compile all that stands between two products is `merged`: read once
         and written once.
         """
-        sizes, computed_norm = self.job.sizes, 2 * computed
-        own = self.conventions.fused  # norms and rotary embeddings have kernels of their own
-        residual = 3 * stream
-        if merged:
-            norm = (2 * stream + computed_norm, 3 * stream + computed_norm)
-        elif own or not self.rms:  # the gradients of scale and bias read their inputs again
-            norm = (2 * stream + residual, 5 * stream + residual)
-        else:  # six operations in float32
-            norm = (28 + 4 * (stream == 2) + residual, 56 + 8 * (stream == 2) + residual)
-        gate = (3, 6) if merged else (5, 9)
-        turn = (2, 2) if merged or own else (8, 10)
-        act = gate if self.gated else (18, 30) if self.stepwise and not merged else (2, 3)
-        cast = 0.0  # of what the products read, by autocast
-        if stream != computed and not merged:
-            cast = (stream + computed) * sum(x.inputs == sizes.hidden for x in layer.linears)
-        biased = sum(x.outputs for x in layer.linears if x.bias)  # their gradients: sums over rows
-        rotated = (sizes.heads + sizes.kv_heads) * sizes.head_size * self.rotary
-        inner = self.inner(layer)
+        sizes, linears = self.job.sizes, layer.linears
+        blocks = [self._block(len(x) - 1, stream, computed, merged) for x in self._parts(layer)]
+        rotated = (sizes.heads + sizes.kv_heads) * sizes.head_size
+        turn, act = self._turn(stream, computed, merged), self._act(computed, merged)
+        small = self._norm(computed, merged) if self._head_norms(layer) else (0, 0)
+        more = max(0, self._norms(layer) - 2)  # norms behind the blocks too
+        biased = sum(x.outputs for x in linears if x.bias)  # their gradients: sums over rows
         forward, backward = (
-            sizes.hidden * (2 * norm[i] + cast) + computed * (act[i] * inner + turn[i] * rotated)
+            sizes.hidden * (sum(x[i] for x in blocks) + more * self._norm(stream, merged)[i])
+            + rotated * (turn[i] * self.rotary + small[i])
+            + act[i] * self.inner(layer)
             for i in range(2)
         )
-        return Bytes(forward / tensor, (backward + computed * biased) / tensor)
+        repeated = 3 * stream * sizes.heads * sizes.head_size * self._repeats(merged)
+        return Bytes(
+            (forward + repeated) / tensor, (backward + repeated + computed * biased) / tensor
+        )
+
+    def _block(self, readers: int, stream: int, computed: int, merged: bool) -> tuple[float, float]:
+        """Forward and backward, for a number of the hidden states: residual and norm before a
+        block, and what autocast casts for, and sums from, the `readers` of the norm."""
+        norm = self._norm(stream, merged)
+        if merged:
+            return norm[0] + 2 * computed, norm[1] + (1 + readers) * computed
+        cast = stream + computed if stream != computed else 0
+        joined = 1 if self.conventions.fused else readers
+        forward = norm[0] + 2 * stream + computed + joined * cast
+        return forward, norm[1] + 3 * stream * joined + (1 + joined) * cast
+
+    def _norm(self, stream: int, merged: bool) -> tuple[int, int]:
+        """Forward and backward, for a number that is normalised: one kernel each, whose gradients
+        of scale and bias read its inputs again; or an RMSNorm of six operations in float32."""
+        if merged:
+            return 2 * stream, 3 * stream
+        if self.conventions.fused or not self.rms:
+            return 2 * stream, 5 * stream
+        return (28, 92) if stream == 4 else (36, 104)
+
+    def _turn(self, stream: int, computed: int, merged: bool) -> tuple[int, int]:
+        """Forward and backward, for a number that is rotated: four operations, in float32 where
+        the stream is."""
+        if merged or self.conventions.fused:
+            return 2 * computed, 2 * computed
+        return (36, 54) if stream != computed else (10 * computed, 14 * computed)
+
+    def _act(self, computed: int, merged: bool) -> tuple[int, int]:
+        """Forward and backward, for a number inside the MLP."""
+        if self.gated:
+            return (3 * computed, 6 * computed) if merged else (5 * computed, 9 * computed)
+        if self.stepwise and not merged:
+            return 18 * computed, 30 * computed
+        return 2 * computed, 3 * computed
+
+    def _parts(self, layer: Layer) -> list[list[Linear]]:
+        """Linear layers of attention and of the MLP; the last of each reads no norm."""
+        inside = [x.name.split(".")[0] in PARTS["attention"] for x in layer.linears]
+        return [
+            [x for x, here in zip(layer.linears, inside, strict=True) if here == attention]
+            or [layer.linears[0]] * 2
+            for attention in (True, False)
+        ]
+
+    def _norms(self, layer: Layer) -> int:
+        known = self.rms and not self.experts
+        return max(2, layer.other // self.job.sizes.hidden) if known else 2
+
+    def _head_norms(self, layer: Layer) -> bool:
+        """Whether queries and keys are normalised head by head."""
+        rest = layer.other - self._norms(layer) * self.job.sizes.hidden
+        return self.rms and not self.experts and rest > 0
+
+    def _repeats(self, merged: bool) -> bool:
+        """Whether shared keys and values are repeated for all heads: PyTorch's attention with a
+        mask does not share them."""
+        shared = self.job.sizes.kv_heads < self.job.sizes.heads
+        return shared and self.job.config.data.isolate_documents and not merged
 
     def launches(self, layer: Layer, fused: bool) -> float:
         """Operations that a layer's forward pass starts; a backward pass starts twice as many."""
         products = len(layer.linears) + 3 * bool(self._experts(layer))
         if fused:
             return products + 6
-        norms = 2 * (7 if self.rms else 1)
+        norms = (self._norms(layer) + 2 * self._head_norms(layer)) * (7 if self.rms else 1)
         casts = products if self.conventions.stream_bytes is None else 0
-        return (
-            products
-            + casts
-            + norms
-            + 12 * self.rotary
-            + (3 if self.gated else 1)
-            + 8 * self.stepwise
-            + 8
-        )
+        act = 3 if self.gated else 9 if self.stepwise else 1
+        return products + casts + norms + 12 * self.rotary + act + 8
