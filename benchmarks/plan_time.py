@@ -1,6 +1,6 @@
 """Seconds of a training step as planned, beside those measured, for many layouts on this machine.
 
-    python benchmarks/plan_time.py [--calibrate] [--json] [--only NAME ...] [--steps 5]
+    python benchmarks/plan_time.py [--calibrate] [--json] [--only NAME ...] [--steps 4]
                                    [--clock wall|processor]
 
 Every layout trains some real steps of a model of 10 to 60 million parameters on 1, 2 or 4 gloo
@@ -283,28 +283,39 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--calibrate", action="store_true", help="measure the machine first")
     parser.add_argument("--clock", choices=("wall", "processor"), default="wall")
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--only", nargs="*", default=None, metavar="NAME")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     asked = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).parent))
     import plan_time  # under its own name, for the ranks to find
 
-    from rostra.workers.pool import Pool
+    from rostra.errors import RostraError
+    from rostra.workers.pool import Pool, RankFailed
 
     if asked.calibrate:
         from rostra.hardware.machine import save_calibration
         from rostra.plan.calibrate import calibrate
 
-        save_calibration(calibrate(_say).to_dict())
+        measured_here = calibrate(_say)
+        save_calibration(measured_here.to_dict())
+        _say(
+            f"calibrated in {measured_here.seconds:.0f} s; {len(measured_here.noisy)} of "
+            f"{len(list(measured_here.figures()))} figures uncertain"
+        )
     rows = []
     with Pool(seconds=600, quiet=True) as pool:
         for case in plan_time.CASES:
-            if asked.only is None or case.name in asked.only:
-                ranks = made(case)[2].world_size
+            if asked.only is not None and case.name not in asked.only:
+                continue
+            ranks = made(case)[2].world_size
+            try:
                 found = pool.run(ranks, plan_time.measured, case, asked.steps)
-                rows.append(row_of(case, found, asked.clock))
-                _say(f"{case.name}: {rows[-1]['measured']:.3f} s, {rows[-1]['error']:+.1%}")
+            except (RankFailed, RostraError) as error:
+                _say(f"{case.name}: failed: {error}")
+                continue
+            rows.append(row_of(case, found, asked.clock))
+            _say(f"{case.name}: {rows[-1]['measured']:.3f} s, {rows[-1]['error']:+.1%}")
     report(rows, asked.json)
 
 

@@ -28,12 +28,13 @@ from rostra.plan.calibrate.figure import Figure
 
 Run = Callable[[], Any]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-ROWS = (128, 512, 2048)
+# Sizes for CPUs and GPUs alike: those of more than `Bench.most` operations are passed over.
+ROWS = (128, 512, 2048, 8192, 16384)
 MATRICES = (  # inputs and outputs, as decoder layers and heads have them
     (256, 256), (512, 512), (512, 2048), (2048, 512), (1024, 1024), (1024, 4096), (4096, 1024),
-    (512, 8192), (4096, 4096),
+    (512, 8192), (4096, 4096), (8192, 8192), (4096, 16384),
 )  # fmt: skip
-LENGTHS = (128, 256, 512, 1024, 2048)
+LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
 _LEAST, _MOST = 3, 25  # times that a figure is measured
 _COLD = 2**28  # bytes, more than caches hold
 
@@ -88,7 +89,8 @@ def products(bench: Bench, precision: str) -> Iterator[Figure]:
     room = bench.random(_COLD // DTYPES[precision].itemsize, dtype=DTYPES[precision])
     for (inputs, outputs), rows in product(MATRICES, ROWS):
         amount, sizes = 2.0 * rows * inputs * outputs, (rows, inputs, outputs)
-        if amount <= bench.most:
+        largest = max(rows * inputs, rows * outputs, inputs * outputs)
+        if amount <= bench.most and largest <= len(room):
             for name, run in _linear(_Fresh(room), *sizes).items():
                 yield bench.figure(f"product {name}", precision, sizes, amount, run)
 
@@ -119,8 +121,9 @@ def attention(bench: Bench, precision: str) -> Iterator[Figure]:
     `masked`, when a sample holds several documents and a mask keeps them apart. `amount` has the
     operations of the causal half: 2·T²·size forward for each head, 5 products of T²·size backward
     (Dao et al. 2022, arXiv:2205.14135, algorithm 4)."""
+    on_gpu = bench.device.type == "cuda"  # which wants many heads at once
     for size, length in product((64, 128), LENGTHS):
-        heads = max(1, min(8, 4096 // length))
+        heads = max(16, 2**17 // length) if on_gpu else max(1, min(8, 4096 // length))
         forward = 2.0 * heads * length**2 * size
         if 3.5 * forward > bench.most:
             continue
@@ -182,12 +185,12 @@ def updates(bench: Bench) -> Iterator[Figure]:
         yield _update(bench, name, "fp32", min(1 << 24, bench.most >> 6))
     for states in ("int8", "int4", "fp8"):
         with suppress(RequestError):  # torchao is not installed, or the device lacks it
-            yield _update(bench, "adamw", states, min(1 << 21, bench.most >> 6))
+            yield _update(bench, "adamw", states, min(1 << 22, bench.most >> 6))
 
 
 def _update(bench: Bench, name: str, states: OptimizerStates, numbers: int) -> Figure:
     width = 1024
-    named = [(f"{i}", nn.Parameter(bench.random(numbers // 8 // width, width))) for i in range(8)]
+    named = [(f"{i}", nn.Parameter(bench.random(numbers // 4 // width, width))) for i in range(4)]
     for _, parameter in named:
         parameter.grad = torch.full_like(parameter, 1e-3)
     optimizers = make_optimizers(
@@ -195,6 +198,17 @@ def _update(bench: Bench, name: str, states: OptimizerStates, numbers: int) -> F
     )
     kind = name if states == "fp32" else states
     return bench.figure("optimizer", kind, (numbers,), numbers, optimizers.step)
+
+
+def host_copies(bench: Bench) -> Iterator[Figure]:
+    """Between a GPU and its host, from and to memory that stays in place; nothing on a CPU."""
+    if bench.device.type != "cuda":
+        return
+    size = 2**28
+    here = torch.ones(size // 4, device=bench.device)
+    there = torch.ones(size // 4, pin_memory=True)
+    yield bench.figure("host", "up", (size,), size, lambda: here.copy_(there, non_blocking=True))
+    yield bench.figure("host", "down", (size,), size, lambda: there.copy_(here, non_blocking=True))
 
 
 def launches(bench: Bench) -> Iterator[Figure]:

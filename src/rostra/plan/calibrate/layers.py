@@ -19,8 +19,7 @@ from rostra.plan.calibrate.figure import Figure
 from rostra.plan.calibrate.values import BETWEEN
 
 NOTHING = "rostra_nothing"  # attention that computes nothing
-ROWS = (16, 128, 512, 2048, 8192)
-VOCABULARY = 8192
+ROWS = (16, 128, 512, 2048, 8192, 32768)
 
 
 def between(bench: Bench, precision: str) -> Iterator[Figure]:
@@ -57,14 +56,15 @@ def layer_shape() -> LlamaConfig:
 def loss(bench: Bench, precision: str) -> Figure:
     """The loss between the head's products, forward and backward; `amount` are logits."""
     rows, width, dtype = min(1024, bench.most >> 18), 16, DTYPES[precision]
+    vocabulary = 8192 if bench.device.type == "cpu" else 65536  # enough work for each operation
     hidden = bench.random(rows, width, dtype=dtype).requires_grad_()
-    weight = bench.random(VOCABULARY, width, dtype=dtype).requires_grad_()
+    weight = bench.random(vocabulary, width, dtype=dtype).requires_grad_()
     labels = torch.arange(rows, device=bench.device)
 
     def run() -> None:
         chunked_cross_entropy(hidden, weight, labels, chunk=1024)[0].backward()
 
-    return bench.figure("loss", precision, (rows, VOCABULARY), rows * VOCABULARY, run)
+    return bench.figure("loss", precision, (rows, vocabulary), rows * vocabulary, run)
 
 
 class _NoProduct(nn.Module):

@@ -16,7 +16,7 @@ from rostra.hardware.cluster import Cluster, Curve
 from rostra.hardware.machine import load_calibration
 from rostra.plan.calibrate.figure import Figure
 from rostra.plan.calibrate.values import BETWEEN, Calibration, Share
-from rostra.plan.efficiency import Conventions, Efficiency, typical
+from rostra.plan.efficiency import ALWAYS, Conventions, Efficiency, typical
 from rostra.plan.job import Layer, job_of
 from rostra.plan.time.layers import LOGIT
 from rostra.plan.time.update import update_bytes
@@ -60,7 +60,7 @@ def efficiency_of(found: Calibration, share: Share, cluster: Cluster, speed: flo
         )
         for kind in kinds
     }
-    bandwidth, launch = _between(share, device.bandwidth / speed)
+    bandwidth, launch = _between(share, device.bandwidth / speed, ahead=not on_cpu)
     logits = median(LOGIT * f.rate for f in share.of("loss")) / (device.bandwidth / speed)
     updates = {
         f.kind: f.rate * update_bytes(f.kind) / (device.bandwidth / speed)
@@ -79,6 +79,7 @@ def efficiency_of(found: Calibration, share: Share, cluster: Cluster, speed: flo
         launch=launch / speed,
         ahead=not on_cpu,
         link=link,
+        host=_host(share, cluster),
         collectives=collectives,
         # collectives on a CPU take the time of the cores that compute
         contention=1.0 if on_cpu else typical(device).contention,
@@ -93,9 +94,10 @@ def _curve(points: Iterable[tuple[float, float]]) -> Curve:
     return Curve(tuple((float(size), median(found[size])) for size in sorted(found)))
 
 
-def _between(share: Share, bandwidth: float) -> tuple[Curve, float]:
+def _between(share: Share, bandwidth: float, ahead: bool) -> tuple[Curve, float]:
     """The share of the memory's bandwidth that pointwise operations reach, over the bytes of a
-    pass through a layer; and seconds of starting one operation."""
+    pass through a layer; and seconds of starting one operation. Where the host runs `ahead`, few
+    rows take as long as starting does, and many as long as the device."""
     work, (layer, _) = _measured_layer()
     starts: list[float] = []
     points: dict[int, list[float]] = defaultdict(list)
@@ -107,9 +109,17 @@ def _between(share: Share, bandwidth: float) -> tuple[Curve, float]:
         moved = work.pointwise(layer, 1, 4, 4 if kind == "fp32" else 2, False)
         for figure in found[1:]:
             size = figure.amount * (moved.forward + moved.backward)
-            points[round(log2(size / 2))].append(size / (figure.seconds - start) / bandwidth)
+            seconds = figure.seconds - (0.0 if ahead else start)
+            if not ahead or seconds > 2 * start:
+                points[round(log2(size / 2))].append(size / seconds / bandwidth)
     curve = Curve(tuple((float(at), geometric_mean(points[at])) for at in sorted(points)))
-    return curve, median(starts)
+    return curve if points else ALWAYS, median(starts)
+
+
+def _host(share: Share, cluster: Cluster) -> float:
+    """Of the link to the host, by copies up and down; all of it on a CPU, which has none."""
+    rates = [f.rate for f in share.of("host")]
+    return median(rates) / cluster.node.host_link.bandwidth if rates else 1.0
 
 
 def _measured_layer() -> tuple[Work, tuple[Layer, int]]:

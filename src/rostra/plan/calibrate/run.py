@@ -94,6 +94,7 @@ def _figures(bench: Bench, precisions: Sequence[str]) -> Iterator[Figure]:
     yield from compute.pointwise(bench)
     yield from compute.launches(bench)
     yield from compute.updates(bench)
+    yield from compute.host_copies(bench)
 
 
 def link_figures(kind: str) -> list[Figure]:

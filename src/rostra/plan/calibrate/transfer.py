@@ -16,8 +16,9 @@ import torch.distributed as dist
 from rostra.plan.calibrate.compute import Run
 from rostra.plan.calibrate.figure import Figure
 
-SIZES = (2**10, 2**17, 2**21, 2**24)  # bytes of a rank's whole tensor
-_TIMES = {2**10: 25, 2**17: 15, 2**21: 9, 2**24: 5}
+# Bytes of a rank's whole tensor, and how often each is sent; the largest between GPUs alone.
+TIMES = {2**10: 25, 2**17: 15, 2**21: 9, 2**24: 5}
+ON_GPU = {2**28: 5}
 _BLOCK = 2**24
 
 
@@ -27,9 +28,11 @@ def links(device: torch.device) -> Iterator[Figure]:
     S·(n-1)/n in an all-gather, a reduce-scatter and an all-to-all, twice that in an all-reduce.
     """
     group = _group(device)
-    for size in SIZES:
+    for size, times in {**TIMES, **(ON_GPU if device.type == "cuda" else {})}.items():
         for name, (amount, run) in _exchanges(size, device, group).items():
-            yield _slowest(name, size, amount, run, device)
+            seconds, spread = _slowest(times, run, device)
+            sizes = (dist.get_world_size(), size)
+            yield Figure("link", name, sizes, amount, seconds, spread)
 
 
 def _exchanges(size: int, device: torch.device, group: Any) -> dict[str, tuple[float, Run]]:
@@ -63,9 +66,10 @@ def _around(sent: torch.Tensor, received: torch.Tensor, group: Any) -> None:
         work.wait()
 
 
-def _slowest(name: str, size: int, amount: float, run: Run, device: torch.device) -> Figure:
+def _slowest(count: int, run: Run, device: torch.device) -> tuple[float, float]:
+    """Median seconds of the slowest rank, and their spread."""
     times = []
-    for _ in range(_TIMES[size] + 2):
+    for _ in range(count + 2):
         dist.barrier()
         began = time.perf_counter()
         run()
@@ -75,9 +79,7 @@ def _slowest(name: str, size: int, amount: float, run: Run, device: torch.device
     found = torch.tensor(times[2:], dtype=torch.float64)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     low, middle, high = quantiles(found.tolist(), n=4, method="inclusive")
-    return Figure(
-        "link", name, (dist.get_world_size(), size), amount, middle, (high - low) / 2 / middle
-    )
+    return middle, (high - low) / 2 / middle
 
 
 def disk(folder: Path, size: int = 2**28) -> Iterator[Figure]:
