@@ -131,6 +131,7 @@ def make_plan(
     allowed = techniques_of(allow)
     jobs = tuple(replace(job, config=changed) for _, changed in variants(job.config, allowed))
     room, found = room_of(cluster), Found()
+    limits = replace(limits or Limits(), thin=len(jobs) > 1)
     for number, variant in enumerate(jobs):
         models = Models(MemoryModel(variant, cluster), TimeModel(variant, cluster), room, number)
         search(Space(variant, cluster, limits).blocks(), models, found)

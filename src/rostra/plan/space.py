@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from math import ceil
+from math import ceil, prod
 from typing import Any
 
 from rostra.build.check import check_optimizer, check_schedule
@@ -18,7 +18,7 @@ from rostra.config import Config
 from rostra.config.schema import MemorySection, ParallelTable
 from rostra.errors import RequestError
 from rostra.hardware import Cluster
-from rostra.layout import Layout, refusals
+from rostra.layout import AXES, Layout, refusals
 from rostra.parallel.activations import PARTS
 from rostra.parallel.context import check_context
 from rostra.parallel.pipeline import takes
@@ -35,6 +35,14 @@ CHECKPOINTING = (
 )  # fmt: skip
 SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b", "zero_bubble")
 STAGES = (1, 2, 4)
+
+# Of large spaces (several nodes, several sets of techniques) what is used there: two ways to
+# compute again, schedules that hold few micro batches, groups of whole nodes, no scraps of a
+# sample, no micro batch of more positions than fill any device.
+THIN_CHECKPOINTING = ("none", "selective:operations", "full")
+THIN_SCHEDULES = ("1f1b", "interleaved_1f1b", "zero_bubble")
+THIN_POSITIONS = 1024  # of a rank, where the context is split
+THIN_MICRO_BATCH = 1 << 16  # positions
 
 
 @dataclass(frozen=True)
@@ -72,6 +80,7 @@ class Limits:
     one_shape: bool = True  # whether all samples have one length, which splitting them needs
     engines: tuple[str, ...] = ("torch", "deepspeed")
     nvme: bool = True
+    thin: bool = False  # as on several nodes
 
 
 class Space:
@@ -79,6 +88,7 @@ class Space:
 
     def __init__(self, job: Job, cluster: Cluster, limits: Limits | None = None) -> None:
         self.job, self.cluster, self.limits = job, cluster, limits or Limits()
+        self.thin = self.limits.thin or cluster.nodes > 1
         self.config = job.config
         self.table: ParallelTable | None = None
         self.memory: MemorySection = self.config.memory
@@ -109,9 +119,11 @@ class Space:
         """Ranks that a run may have: parts of a node, and so many whole nodes, that divide all."""
         if self.limits.ranks is not None:
             return (self.limits.ranks,)
-        node = self.cluster.node.devices
-        whole = tuple(node * n for n in _divisors(self.cluster.nodes))
-        return tuple(n for n in _divisors(node) if n < node) + whole
+        node, nodes = self.cluster.node.devices, _divisors(self.cluster.nodes)
+        while len(nodes) > 4:  # of many, every other one
+            nodes = nodes[::-2][::-1]
+        whole = {node * n for n in (1, *nodes)}
+        return tuple(sorted({n for n in _divisors(node) if n < node} | whole))
 
     def _axes(self, ranks: int) -> Iterator[Fields]:
         """Sizes of the axes, with what is sharded along them and the engine that does it."""
@@ -134,6 +146,8 @@ class Space:
                         axes = {**sizes, "context_method": method}
                         if self._model_refuses(axes) or data > self.job.global_batch:
                             continue
+                        if self.thin and 1 < context > self.job.length // THIN_POSITIONS:
+                            continue
                         for held in self._shardings(data, context, tensor):
                             if self._feeds(axes | held):
                                 yield axes | held
@@ -149,7 +163,7 @@ class Space:
             for group in _divisors(data):
                 within = group * context * tensor
                 node = self.cluster.node.devices
-                whole = node % within == 0 or within % node == 0
+                whole = within % node == 0 or (node % within == 0 and not self.thin)
                 if engine == "torch" and group * context > 1 and group < data and whole:
                     copies = {"replicate": data // group, "shard": group}
                     yield {"engine": engine, "sharding": "hybrid_shard", **copies}
@@ -203,7 +217,9 @@ class Space:
             return
         for schedule in SCHEDULES:
             for stages in STAGES:
-                if pipeline * stages <= self.job.sizes.depth:
+                if pipeline * stages <= self.job.sizes.depth and not (
+                    self.thin and schedule == "gpipe"
+                ):
                     yield schedule, stages
 
     def _offloads(self, engine: str) -> Iterator[tuple[str, str]]:
@@ -211,7 +227,8 @@ class Space:
         places = ["none"]
         if self.cluster.device.kind == "gpu":
             places.append("cpu")
-            if engine == "deepspeed" and self.cluster.node.nvme_bytes and self.limits.nvme:
+            nvme = self.limits.nvme and self.cluster.node.nvme_bytes and not self.thin
+            if engine == "deepspeed" and nvme:
                 places.append("nvme")
         for parameters in places if asked.parameters == "auto" else (asked.parameters,):
             for optimizer in places if asked.optimizer == "auto" else (asked.optimizer,):
@@ -269,7 +286,7 @@ class Space:
             return (asked,)
         layers = [layer for layer, _ in self.job.sizes.layers]
         known = []
-        for mode in CHECKPOINTING:
+        for mode in THIN_CHECKPOINTING if self.thin else CHECKPOINTING:
             kind, _, part = mode.partition(":")
             if part in PARTS and not all(
                 {linear.name.split(".")[0] for linear in layer.linears} & set(PARTS[part])
@@ -290,9 +307,7 @@ class Space:
             asked = self.limits.compile
         if asked != "auto":
             return (asked,)
-        alone = held["pipeline"] * held["tensor"] * held["context"] == 1
-        alone = alone and held.get("replicate", 1) * held.get("shard", 1) == 1
-        return (False, True) if alone and held["engine"] == "torch" else (False,)
+        return (False, True) if _ranks(held) == 1 and held["engine"] == "torch" else (False,)
 
     def _micro_batches(self, held: Fields) -> tuple[tuple[int, int], ...]:
         data = held.get("replicate", 1) * held.get("shard", 1)
@@ -302,9 +317,10 @@ class Space:
         else:
             powers = {1 << n for n in range(rows.bit_length())}
             sizes = sorted(powers | set(_divisors(rows)))
-            if self.limits.positions is not None:
-                most = self.limits.positions // max(1, self.job.length // held["context"])
-                sizes = [n for n in sizes if n <= max(1, most)]
+            most = self.limits.positions or (THIN_MICRO_BATCH if self.thin else None)
+            if most is not None:
+                length = max(1, self.job.length // held["context"])
+                sizes = [n for n in sizes if n <= max(1, most // length)]
         return tuple((n, ceil(rows / n)) for n in sizes)
 
 
@@ -314,6 +330,10 @@ def computed(config: Config, cluster: Cluster) -> str:
         return config.precision.compute
     flops = cluster.device.flops
     return "bf16" if flops.get("bf16", 0.0) > flops.get("fp32", 0.0) else "fp32"
+
+
+def _ranks(fields: Fields) -> int:
+    return prod(fields.get(axis, 1) for axis in AXES)
 
 
 def _refused(check: Any, *arguments: Any) -> bool:
