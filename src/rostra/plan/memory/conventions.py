@@ -22,7 +22,6 @@ class Conventions:
     every_other: bool = False  # selective:operations keeps every second matrix product
     holds_last: bool = False  # the last layer stays gathered from the forward pass on
     holds_layers: bool = False  # in a pipeline, all layers do
-    gathers_late: bool = False  # tensor ranks' slices are gathered as products need them
 
 
 ROSTRA = Conventions()

@@ -10,8 +10,6 @@ from rostra.layout import Layout
 from rostra.plan.memory.step import Parts
 from rostra.plan.memory.weights import FLOAT, Unit
 
-LIVE = 1e9  # numbers that ZeRO-3 leaves gathered: stage3_max_live_parameters, its default
-
 
 def held(x: Layout, all_: Unit) -> Unit:
     """Weights in the type that the model has, a float32 copy of a rank's partition whatever
@@ -48,5 +46,4 @@ def parts(x: Layout, all_: Unit, layer: Unit, embedding: Unit) -> Parts:
     cut = replace(plain, collected=True, standing=part, gradients=part)
     if x.sharding == "shard_grad_op":
         return cut
-    gathered = each * min(LIVE, all_.trained)
-    return replace(cut, around=gathered + bucket)
+    return replace(cut, around=each * layer.trained)  # a layer's, whole while it computes

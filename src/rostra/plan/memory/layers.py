@@ -8,71 +8,11 @@ here operation by operation, as precision, kernel of attention, adapters and spl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
 
 from rostra.plan.job import Layer, Linear, Sizes
+from rostra.plan.memory.setting import ATTENTION, FLOAT, STYLES, UNKNOWN, Setting
 from rostra.plan.memory.tape import Profile, Tape, Value
-
-Kernel = Literal["flash", "masked", "blocked", "eager", "ring"]
-ATTENTION = ("attn", "attention")  # in the names of its linears
-
-
-@dataclass(frozen=True)
-class Style:
-    """What of a family its linears do not tell."""
-
-    norm: Literal["rms", "gemma", "layer"] = "rms"
-    after: bool = False  # norms after attention and MLP too
-    heads: bool = False  # norms of queries and keys
-    rotary: bool = True
-    activation: Literal["one", "new_gelu"] = "one"  # operation
-
-
-STYLES = {
-    "llama": Style(),
-    "mistral": Style(),
-    "qwen2": Style(),
-    "qwen3": Style(heads=True),
-    "gemma3_text": Style("gemma", after=True, heads=True),
-    "gpt2": Style("layer", rotary=False, activation="new_gelu"),
-}
-FLOAT = 4
-UNKNOWN = Style("layer")
-
-
-@dataclass(frozen=True)
-class Adapted:
-    """What an adapter adds to the linears that it goes around."""
-
-    kind: Literal["none", "lora", "ia3", "prompt", "prefix"] = "none"
-    names: frozenset[str] = frozenset()  # of linears in a layer
-    rank: int = 0
-    dora: bool = False
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What a layer runs under, on one rank."""
-
-    samples: int
-    positions: int  # of each, on this rank
-    length: int  # positions of a whole sample
-    tensor: int = 1  # ranks that split the matrices, and the positions between blocks
-    stream: int = 4  # bytes of a number between layers
-    product: int = 4  # and of what products take
-    weight: int = 4  # of a weight where products find it, and of its gradient there
-    copies: bool = False  # autocast makes weights 16-bit, and keeps them
-    trains: bool = True  # the layer's own weights
-    quantized: frozenset[str] = frozenset()  # linears whose weight is made anew
-    adapted: Adapted = Adapted()
-    kernel: Kernel = "flash"
-    wide_powers: bool = False  # autocast computes powers in float32, as on GPUs
-    every_other: bool = False  # of products, every second is dear
-
-    @property
-    def tokens(self) -> int:
-        return self.samples * self.positions
 
 
 @dataclass(frozen=True)
@@ -217,7 +157,9 @@ class _Writer:
         arXiv:2205.14135), and with their square under a mask, or where scores are kept."""
         s, setting = self.sizes, self.setting
         heads = s.heads / setting.tensor
-        masked, saves = 0.0, []
+        if setting.kernel == "eager":
+            return self._eager(query, key, value)
+        masked = 0.0
         if setting.kernel == "masked":
             masked = setting.samples * setting.length**2 * setting.product
             if s.heads != s.kv_heads:
@@ -231,7 +173,26 @@ class _Writer:
         size = self.tokens * heads * s.head_size * query.each
         out = self.tape.run(query.value, key.value, value.value, size=size, saves=saves, dear=True)
         self._save_output(out)
-        return _Tensor(out, heads * s.head_size, query.each)
+        mixed = _Tensor(out, heads * s.head_size, query.each)
+        # Rostra's own kernels put the output in order once more
+        return self._run(mixed) if setting.kernel in ("blocked", "ring") else mixed
+
+    def _eager(self, query: _Tensor, key: _Tensor, value: _Tensor) -> _Tensor:
+        """Scores and probabilities of all pairs, the latter in float32 too."""
+        s, setting = self.sizes, self.setting
+        pairs = setting.samples * setting.positions * setting.length * s.heads / setting.tensor
+        if s.heads != s.kv_heads:
+            key, value = self._repeated(key), self._repeated(value)
+        query, key, value = (self._narrow(x) for x in (query, key, value))
+        size = pairs * query.each
+        products = self.tape.run(query.value, key.value, size=size, saves=(query.value, key.value))
+        scores = self.tape.run(products, size=size)
+        wide = self.tape.run(scores, size=pairs * FLOAT, scratch=pairs * FLOAT)
+        self._save_output(wide)
+        weights = wide if query.each == FLOAT else self.tape.run(wide, size=size)
+        saves = (weights, value.value)
+        out = self.tape.run(weights, value.value, size=query.size, saves=saves, dear=True)
+        return self._run(_Tensor(out, query.width, query.each))
 
     def _repeated(self, x: _Tensor) -> _Tensor:
         """Keys or values once for each head of queries."""
@@ -248,8 +209,6 @@ class _Writer:
 
     def _save_output(self, value: Value) -> None:
         """The last operation keeps its own result for the backward pass."""
-        from dataclasses import replace
-
         last = self.tape.steps[-1]
         if value.flows:
             self.tape.steps[-1] = replace(last, saves=(*last.saves, value))

@@ -15,8 +15,8 @@ from rostra.plan.memory.allocator import kept_blocks, outside
 from rostra.plan.memory.conventions import ROSTRA, Conventions
 from rostra.plan.memory.host import Beside, beside
 from rostra.plan.memory.lasting import is_collected, is_sharded, lasting
-from rostra.plan.memory.layers import STYLES
 from rostra.plan.memory.pipeline import in_flight, late
+from rostra.plan.memory.setting import STYLES
 from rostra.plan.memory.step import Moment, Parts, Stage, moments
 from rostra.plan.memory.weights import Unit
 from rostra.plan.memory.working import Work, Working

@@ -22,7 +22,7 @@ from rostra.layout import OptimizerStates
 from rostra.optim.low_bit import FORMATS, SMALLEST
 from rostra.parallel.replicated import BUCKET_BYTES
 from rostra.plan.job import Cut, Job, Layer, Linear
-from rostra.plan.memory.layers import ATTENTION, Adapted
+from rostra.plan.memory.setting import ATTENTION, Adapted
 
 FLOAT = 4
 HALF = {"bf16": 2, "fp16": 2, "fp8": 2, "bf16_pure": 2}  # bytes of a number in products

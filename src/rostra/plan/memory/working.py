@@ -10,7 +10,8 @@ from rostra.layout import Layout
 from rostra.plan.job import Job, Layer
 from rostra.plan.memory.conventions import Conventions
 from rostra.plan.memory.lasting import is_collected, is_sharded
-from rostra.plan.memory.layers import Kernel, Setting, norm_profile, program
+from rostra.plan.memory.layers import norm_profile, program
+from rostra.plan.memory.setting import Kernel, Setting
 from rostra.plan.memory.step import Layers, Loss, Place
 from rostra.plan.memory.tape import Profile
 from rostra.plan.memory.weights import FLOAT, HALF, Weights
