@@ -47,8 +47,8 @@ def build_engine(
     """The engine that trains `model` as `layout` says, for `total_steps` steps.
 
     Collective over the layout's ranks. A model on the meta device takes its weights from
-    `weights`, each rank only what it holds; within `memory`, if given, a mode of fake tensors,
-    which the torch engine knows. Raises RequestError for a layout that this model does not
+    `weights`, each rank only what it holds; within `memory`, if given, a mode of fake tensors.
+    Raises RequestError for a layout that this model does not
     allow.
     """
     check_layout(config, layout, model.config)
@@ -77,7 +77,8 @@ def build_engine(
         events.notice("this model's head cannot be split off: all its logits exist at once")
     order = _Order(config, layout, model, mesh, splits, total_steps, weights)
     if layout.engine == "deepspeed":
-        return _deepspeed_engine(order)
+        with memory or nullcontext():
+            return _deepspeed_engine(order)
     return _torch_engine(order, memory or nullcontext())
 
 

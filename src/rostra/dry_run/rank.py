@@ -24,13 +24,14 @@ from rostra.adapt.quantized import quantize_model
 from rostra.batch import Batch
 from rostra.build import build_engine
 from rostra.config import Config
-from rostra.dry_run.transformers_changes import masks_as_in_training
+from rostra.dry_run.changes import deepspeed_alone, masks_as_in_training
 from rostra.dry_run.watch import Watch
 from rostra.errors import RequestError
 from rostra.events import Events
 from rostra.layout import Layout, explain
 from rostra.models.weights import model_on_meta
 from rostra.parallel import TorchEngine
+from rostra.parallel.deepspeed_engine import DeepSpeedEngine
 from rostra.parallel.engine import SAMPLED
 from rostra.parallel.held import local
 from rostra.parallel.in_backward import InBackwardEngine
@@ -73,7 +74,12 @@ def dry_run(config: Config, layout: Layout, shape: PretrainedConfig, rank: int =
     in a process that has a process group already.
     """
     began = time.perf_counter()
+    if layout.engine != "torch":
+        raise RequestError(
+            f"parallel.engine = {layout.engine}: a dry run takes parallel.engine: torch"
+        )
     with fake_rank(config, layout, shape, rank) as (engine, watch):
+        assert isinstance(engine, TorchEngine)
         built = len(watch.changes)
         kinds = _step(engine, config.data.sequence_length, watch)
         kept = {"optimizer", "gradients"} if layout.accumulation > 1 else {"optimizer"}
@@ -89,27 +95,31 @@ def dry_run(config: Config, layout: Layout, shape: PretrainedConfig, rank: int =
 @contextmanager
 def fake_rank(
     config: Config, layout: Layout, shape: PretrainedConfig, rank: int = 0
-) -> Iterator[tuple[TorchEngine, Watch]]:
+) -> Iterator[tuple[TorchEngine | DeepSpeedEngine, Watch]]:
     """The engine of `rank` of `layout` on fake tensors, and what sees all that is done with it
-    inside, from the building on; see `dry_run`."""
+    inside, from the building on; see `dry_run`. It may be the deepspeed engine too."""
     _check(layout, rank)
     computed = "bf16" if layout.compute == "fp8" else layout.compute
     layout = replace(layout, compile=False, compute=computed)
-    with fake_group(rank, layout.world_size), masks_as_in_training():
-        # what transformers asks of positions: whether all are of one document
-        one_document = not config.data.isolate_documents
-        watch = Watch(one_document, sends=2 if layout.pipeline_schedule == "1f1b" else None)
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
+    one_document = not config.data.isolate_documents
+    watch = Watch(one_document, sends=2 if layout.pipeline_schedule == "1f1b" else None)
+    # what transformers asks of positions is whether all are of one document
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake_group(rank, layout), masks_as_in_training():
         model = model_on_meta(shape)
         quantize_model(model, config.quantization)
         add_adapter(model, config.adapter)
         weights, memory = Unwritten(model), _traced(fake, watch)
         engine = build_engine(config, layout, model, CPU, 1, Events(), weights, memory)
-        assert isinstance(engine, TorchEngine)
-        for names in (DATA, SAMPLED, DIMENSIONS):  # making them looks at numbers
-            engine.mesh.group(*names)
-        with _traced(fake, watch):
-            yield engine, watch
+        assert isinstance(engine, (TorchEngine, DeepSpeedEngine))
+        try:
+            if engine.mesh.grid is not None:
+                for names in (DATA, SAMPLED, DIMENSIONS):  # making them looks at numbers
+                    engine.mesh.group(*names)
+            with _traced(fake, watch):
+                yield engine, watch
+        finally:
+            engine.close()
 
 
 def _check(layout: Layout, rank: int) -> None:
@@ -120,11 +130,6 @@ def _check(layout: Layout, rank: int) -> None:
             f"rank = {rank}: this layout has {layout.world_size} ranks; give 0 to "
             f"{layout.world_size - 1}"
         )
-    if layout.engine != "torch":
-        raise RequestError(
-            f"parallel.engine = {layout.engine}: starts processes of its own, which cannot be "
-            "tried without them; a dry run takes parallel.engine: torch"
-        )
     if dist.is_initialized():
         raise RequestError(
             "a dry run stands for all ranks by itself, and this process is one of a group "
@@ -133,14 +138,16 @@ def _check(layout: Layout, rank: int) -> None:
 
 
 @contextmanager
-def fake_group(rank: int, ranks: int) -> Iterator[None]:
-    """This process as `rank` of `ranks` that only seem to be there; one rank is no group."""
-    if ranks == 1:
+def fake_group(rank: int, layout: Layout) -> Iterator[None]:
+    """This process as `rank` of ranks that only seem to be there; one rank is no group, unless
+    DeepSpeed wants one."""
+    if not layout.distributed:
         yield
         return
-    dist.init_process_group("fake", rank=rank, world_size=ranks)
+    dist.init_process_group("fake", rank=rank, world_size=layout.world_size)
     try:
-        yield
+        with deepspeed_alone() if layout.engine == "deepspeed" else nullcontext():
+            yield
     finally:
         leave()
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
@@ -31,9 +33,10 @@ class Watch(TorchDispatchMode):
 
     `changes` are what happened to memory, in order: the number of a block, and bytes taken or,
     negative, given back. `roles` has the blocks that were seen in an exchange, by what for.
-    `calls` counts collectives by kind. A fake tensor has no value to be read: a number
-    is 1, so that losses and norms are finite, and a condition is `true` or not. What is sent to another rank of a pipeline
-    lives on until somebody waits for it: the last `sends` of them, or all, are in `sent`.
+    `calls` counts collectives by kind. A fake tensor has no value to be read: a number is 1, so
+    that losses and norms are finite, and a condition is `true` or not. What is sent to another
+    rank of a pipeline lives on until somebody waits for it: the last `sends` of them, or all, are
+    in `sent`.
     """
 
     def __init__(self, true: bool = True, sends: int | None = None) -> None:
@@ -53,10 +56,11 @@ class Watch(TorchDispatchMode):
         if any(is_traceable_wrapper_subclass_type(t) for t in types):
             return NotImplemented  # what a DTensor or a low-bit tensor is made of comes here
         if function is torch.ops.aten._local_scalar_dense.default:
-            value = args[0]
-            if value.dtype == torch.bool:
+            with suppress(DataDependentOutputException):  # of what has a value
+                return function(*args)
+            if args[0].dtype == torch.bool:
                 return self.true
-            return 1.0 if value.is_floating_point() else 1
+            return 1.0 if args[0].is_floating_point() else 1
         result = function(*args, **(kwargs or {}))
         name = function.overloadpacket.__name__
         if function.namespace in ("c10d", "_c10d_functional"):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from rostra.dry_run import Watch
-from rostra.parallel import TorchEngine
+from rostra.parallel.engine import MeshEngine
 from rostra.parallel.pipeline_split import own_layers
 from rostra.plan.results import KINDS
 
@@ -30,7 +30,7 @@ Profile = dict[Place, Bytes]  # the most at each place
 class Marks:
     """Notes in what a `watch` sees where the step of an `engine` is."""
 
-    def __init__(self, engine: TorchEngine, watch: Watch) -> None:
+    def __init__(self, engine: MeshEngine, watch: Watch) -> None:
         self.watch = watch
         self.marks: list[tuple[int, Mark]] = []
         self.depths: list[int] = []

@@ -23,7 +23,7 @@ from rostra.dry_run import Watch, fake_rank
 from rostra.hardware.cluster import Cluster
 from rostra.layout import Layout
 from rostra.models.weights import model_on_meta
-from rostra.parallel import TorchEngine
+from rostra.parallel import Engine
 from rostra.parallel.pipeline_split import balance, layer_costs
 from rostra.plan.job import Job
 from rostra.plan.places import Marks, Profile, extended, peak, profile
@@ -187,7 +187,7 @@ def _batch(layout: Layout, length: int) -> Batch:
     return Batch(tokens, tokens.clone(), torch.arange(length).expand(rows, -1))
 
 
-def _step(engine: TorchEngine, batch: Batch, marks: Marks) -> None:
+def _step(engine: Engine, batch: Batch, marks: Marks) -> None:
     engine.forward_backward(batch)
     marks.watch.sent.clear()
     marks.note("norm")
@@ -196,7 +196,7 @@ def _step(engine: TorchEngine, batch: Batch, marks: Marks) -> None:
     engine.step(True)
 
 
-def _held(engine: TorchEngine, watch: Watch) -> dict[int, str]:
+def _held(engine: Engine, watch: Watch) -> dict[int, str]:
     """The kinds of the blocks that last from step to step."""
     model, optimizers = engine.measured()
     updated = [p for part in optimizers for group in part.param_groups for p in group["params"]]
