@@ -45,11 +45,17 @@ PARTS = ("compute", "memory", "recompute", "bubble", "optimizer", "overhead")
 # llm-foundry: FSDP of PyTorch 2.0 with bf16 activations, fused LayerNorm and cross-entropy,
 # FlashAttention in Triton; `mixed_precision` DEFAULT reduces gradients in float32, PURE in bf16.
 FOUNDRY = Conventions(
-    fused=True, attention="flash1", stream_bytes=2, gathered_bytes=2, reduction_bytes=4
+    whole_logits=True,
+    fused=True,
+    attention="flash1",
+    stream_bytes=2,
+    gathered_bytes=2,
+    reduction_bytes=4,
 )
 # torchtitan: FSDP2 with bf16 activations, gradients reduced in float32, per-operation
 # checkpointing that computes every second product again.
 TITAN = Conventions(
+    whole_logits=True,
     fused_ring=True,
     stream_bytes=2,
     gathered_bytes=2,
@@ -59,11 +65,18 @@ TITAN = Conventions(
 ELSEWHERE = {
     TORCHTITAN: TITAN,
     # Megatron-LM of 2022: attention's scores are written, softmax with mask is one kernel.
-    "megatron": Conventions(fused=True, attention="materialised", stream_bytes=2, copied_bytes=8),
+    "megatron": Conventions(
+        whole_logits=True,
+        fused=True,
+        attention="materialised",
+        stream_bytes=2,
+        copied_bytes=8,
+    ),
     # FSDP of PyTorch 2.1, all in bf16, not compiled.
-    "fsdp": Conventions(stream_bytes=2, gathered_bytes=2, reduction_bytes=2),
+    "fsdp": Conventions(whole_logits=True, stream_bytes=2, gathered_bytes=2, reduction_bytes=2),
     # NeMo with Transformer Engine: fused kernels, cuDNN's attention, everything asynchronous.
     "nemo": Conventions(
+        whole_logits=True,
         fused=True,
         attention="flash3",
         stream_bytes=2,

@@ -54,7 +54,7 @@ def config(length: int, batch: int = 8, isolate_documents: bool = False, **given
                 "sequence_length": length,
                 "isolate_documents": isolate_documents,
             },
-            "train": {"steps": 1, "global_batch_size": batch},
+            "train": {"steps": 1, "global_batch_size": batch, "loss_chunk": 4096},
             **given,
         }
     )
@@ -62,7 +62,7 @@ def config(length: int, batch: int = 8, isolate_documents: bool = False, **given
 
 def job(length: int = 8192, batch: int = 64, family: str = "llama", **given: Any) -> Job:
     """Llama 3 8B, or what `given` makes of it: sections of the config, sizes of the model."""
-    sections = {k: given.pop(k) for k in ("adapter", "quantization", "optimizer") if k in given}
+    sections = {k: given.pop(k) for k in ("adapter", "quantization", "train") if k in given}
     sizes = given if family != "llama" else LLAMA | given
     return job_of(config(length, batch, **sections), AutoConfig.for_model(family, **sizes))
 
@@ -252,6 +252,13 @@ def test_a_ring_by_blocks_is_slower_than_all_to_alls_with_a_fused_kernel() -> No
     assert timed(ring, of=of).step > 2 * timed(layout, of=of).step
     fused = timed(ring, of=of, conventions=Conventions(fused_ring=True))
     assert fused.step == pytest.approx(timed(layout, of=of).step, rel=0.1)
+
+
+def test_small_chunks_of_the_loss_cost_the_heads_gradient_again_and_again() -> None:
+    few = job(8192, 8)
+    many = job(8192, 8, train={"steps": 1, "global_batch_size": 8, "loss_chunk": 64})
+    layout = Layout(1, 8, compute="bf16")
+    assert timed(layout, "1xH100", few).step < 0.9 * timed(layout, "1xH100", many).step
 
 
 def test_experts_cost_what_a_row_meets() -> None:

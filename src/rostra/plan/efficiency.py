@@ -124,6 +124,7 @@ class Conventions:
     fused: bool = False  # norms, rotary embeddings, casts and losses in kernels of their own
     attention: Literal["flash", "flash1", "flash3", "materialised"] = "flash"
     fused_ring: bool = False  # the same in a ring of context parallelism, where Rostra has none
+    whole_logits: bool = False  # of a micro batch at once; Rostra makes them in chunks
     stream_bytes: int | None = None  # of a number between layers; None: as autocast leaves it
     reduction_bytes: int | None = None  # of a gradient on its way; None: the layout's
     gathered_bytes: int | None = None  # of a parameter on its way; None: the layout's

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rostra.build.stages import loss_chunk
 from rostra.hardware.cluster import Device
 from rostra.layout import Layout
 from rostra.parallel.activations import PARTS
@@ -17,6 +18,7 @@ from rostra.plan.time.work import Bytes, Product, Work
 STORED = {"nf4": 0.52, "fp4": 0.52, "int8": 1.01}  # bytes of a quantised number, with its scales
 # Bytes for a logit between the head's products: `optim.losses`, by operations or compiled.
 LOGIT, FUSED_LOGIT = 56, 12
+SUMMED = 10  # bytes for a number of the head's gradient, each time that a chunk adds to it
 # Bytes for a number that is scaled and rounded to 8 bits: its largest value, then the cast; by
 # operations, compiled, or in one kernel that writes it twice, as it is and transposed.
 ROUND, COMPILED_ROUND, FUSED_ROUND = 9, 5, 4
@@ -192,17 +194,22 @@ class LayerTimes:
         return Pass(products, forward.memory, forward.launch)
 
     def _around(self, layout: Layout) -> Pass:
-        """Embedding, head and loss. A frozen head has no gradient of its weight."""
+        """Embedding, head and loss. A frozen head has no gradient of its weight; of others it is
+        summed up chunk by chunk."""
         sizes, stream = self.job.sizes, stream_bytes(layout, self.conventions)
         rows = layout.micro_batch * self.job.length / layout.context
-        columns = sizes.vocabulary / layout.tensor
-        precision = "bf16" if layout.compute == "fp8" else PRODUCTS[layout.compute]
-        trained = layout.adapter == "none"
-        head = self.kernels.product(rows, sizes.hidden, columns, precision)
+        columns, trained = sizes.vocabulary / layout.tensor, layout.adapter == "none"
+        asked = self.job.config.train.loss_chunk or loss_chunk(sizes.vocabulary)
+        chunk = rows if self.conventions.whole_logits else min(rows, asked)
+        chunks, precision = rows / chunk, PRODUCTS[layout.compute]
+        precision = "bf16" if precision == "fp8" else precision
+        products = 2 * self.kernels.product(chunk, sizes.hidden, columns, precision)
+        if trained:
+            products += self.kernels.product(columns, chunk, sizes.hidden, precision)
         fused = layout.compile or self.conventions.fused
         moved = rows * columns * (FUSED_LOGIT if fused else LOGIT) / self.efficiency.loss
         moved += rows * sizes.hidden * stream * 5
-        if trained:
-            moved += 2 * 4 * sizes.embedding / layout.tensor  # the embedding's dense gradient
-        launch = self.efficiency.launch * 100
-        return Pass(head * (3 if trained else 2), self.kernels.moved(moved), launch)
+        if trained:  # the embedding's dense gradient, and the sum of the head's
+            moved += (8 + SUMMED * (chunks > 1) * chunks) * columns * sizes.hidden
+        launch = self.efficiency.launch * (40 + 20 * chunks)
+        return Pass(chunks * products, self.kernels.moved(moved), launch)
