@@ -140,8 +140,12 @@ def test_the_nearest_share_counts() -> None:
     assert link_counts(1, on_gpu=True) == []
 
 
-def test_a_busy_machine_is_told() -> None:
+def test_a_busy_machine_is_told_and_its_figures_are_not_taken() -> None:
     quiet = Figure("pointwise", "add", (1 << 20,), 3.0 * (1 << 20), 1e-3, 0.02)
+    disturbed = Share(1, 8, (replace(quiet, spread=0.6),))
+    both = Calibration("cpu", (disturbed, Share(1, 1, (quiet,))), (), (), 0.0)
+    assert both.share(1, 8).threads == 1
+    assert replace(both, shares=(disturbed,)).share(1, 8) == disturbed
     calibration = Calibration(
         "cpu", (Share(1, 1, (quiet, replace(quiet, spread=0.5))),), (), (), 0.0
     )

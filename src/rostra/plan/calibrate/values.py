@@ -41,6 +41,12 @@ class Share:
         return {kind: max(f.rate for f in self.products(kind)) for kind in sorted(kinds)}
 
     @property
+    def spread(self) -> float:
+        """Of half of its figures, at the most; those of another program on the same cores differ
+        by far more, when several threads wait for each other."""
+        return median(f.spread for f in self.figures) if self.figures else 0.0
+
+    @property
     def bandwidth(self) -> float:
         """Bytes a second of additions that no cache holds."""
         return max(self.of("pointwise", "add"), key=lambda f: f.sizes).rate
@@ -57,11 +63,13 @@ class Calibration:
     seconds: float  # that measuring took
 
     def share(self, ranks: int, threads: int) -> Share:
-        """The one that kept as many threads busy, as far as there are cores, in ranks as large."""
+        """The one that kept as many threads busy, as far as there are cores, in ranks as large;
+        of those that were measured in quiet, if there are such."""
         most = max(s.ranks * s.threads for s in self.shares)
         busy = min(ranks * threads, most)
+        quiet = [s for s in self.shares if s.spread <= NOISY]
         return min(
-            self.shares,
+            quiet or self.shares,
             key=lambda s: (
                 abs(log2(s.ranks * s.threads / busy)),
                 abs(log2(s.threads / threads)),
