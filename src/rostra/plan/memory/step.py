@@ -167,7 +167,8 @@ def _in_layer(place: Place, stage: Stage, fixed: float, head: float) -> Iterator
     yield Moment(gradients, within, 0.0, gathered, buffers)
     if p.layer:
         sent = stage.buffers + p.reduced_layer + p.reduced_part
-        yield Moment(gradients, fixed + place.before + layers.input, 0.0, gathered, sent)
+        left = gathered if p.stays else gathered - p.layer  # its parameters are given back first
+        yield Moment(gradients, fixed + place.before + layers.input, 0.0, left, sent)
 
 
 def _gathered(p: Parts, layers: Layers, place: Place) -> float:
@@ -190,8 +191,9 @@ def _at_embedding(stage: Stage, fixed: float) -> Iterator[Moment]:
         )
         return
     gradients = p.standing + layers.count * p.layer_gradients + p.around_gradients
-    gathered = p.around + (layers.count * p.layer if p.stays else 0.0)
+    inside = layers.count * p.layer if p.stays else 0.0
     there = fixed + layers.input + extra
-    yield Moment(gradients, there, 0.0, gathered, buffers + p.reduced_layer)
-    sent = p.reduced_around if not p.stays else max(p.reduced_around, p.reduced_layer)
-    yield Moment(gradients, fixed, 0.0, gathered, buffers + sent)
+    yield Moment(gradients, there, 0.0, p.around + inside, buffers + p.reduced_layer)
+    yield Moment(gradients, fixed, 0.0, inside, buffers + p.reduced_around)
+    if p.stays:
+        yield Moment(gradients, fixed, 0.0, p.around + inside, buffers + p.reduced_layer)
