@@ -118,8 +118,13 @@ class LayerTimes:
         backward = Pass(
             linear + weights + scores[1] + extra, self.kernels.moved(moved.backward), 2 * launch
         )
-        last = self._products(rows, products[-1:], products[-1].part, layout)
-        again = self._again(layout, forward, parts, scores[0], last)
+        lasts = {
+            part: self._products(
+                rows, tuple(x for x in products if x.part == part)[-1:], part, layout
+            )
+            for part in PARTS
+        }
+        again = self._again(layout, forward, parts, scores[0], lasts)
         width = 4 if layout.compute == "fp32" else 2
         saved = rows * width * sum((x.inputs + x.outputs) * x.times * x.share for x in products)
         return Micro(forward, backward, again, Pass(), weights, scores[0], saved)
@@ -174,22 +179,28 @@ class LayerTimes:
         return seconds, 5.0 * len(around)
 
     def _again(
-        self, layout: Layout, forward: Pass, parts: dict[str, float], scores: float, last: float
+        self,
+        layout: Layout,
+        forward: Pass,
+        parts: dict[str, float],
+        scores: float,
+        lasts: dict[str, float],
     ) -> Pass:
         """What activation checkpointing computes again (Chen et al. 2016, arXiv:1604.06174).
-        PyTorch stops when the last saved tensor is there, before the last product."""
+        PyTorch stops when the last saved tensor is there, before a block's last product."""
         kind, _, what = layout.activation_checkpointing.partition(":")
         if kind in ("none", "offload"):
             return Pass()
         if kind == "full":
-            return Pass(forward.products - last, forward.memory, forward.launch)
+            return Pass(forward.products - lasts["mlp"], forward.memory, forward.launch)
         if kind == "every":
-            return Pass(forward.products - last, forward.memory, forward.launch) * (1 / int(what))
+            some = Pass(forward.products - lasts["mlp"], forward.memory, forward.launch)
+            return some * (1 / int(what))
         half = Pass(0.0, forward.memory / 2, forward.launch / 2)
         if what == "mlp":
-            return half + Pass(parts["mlp"] - last)
+            return half + Pass(parts["mlp"] - lasts["mlp"])
         if what == "attention":
-            return half + Pass(parts["attention"] * 0.75 + scores)
+            return half + Pass(parts["attention"] - lasts["attention"] + scores)
         products = sum(parts.values()) * self.conventions.recomputed_products
         return Pass(products, forward.memory, forward.launch)
 
