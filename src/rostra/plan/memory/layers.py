@@ -66,13 +66,13 @@ class _Writer:
     def write(self) -> Program:
         attention = [x for x in self.layer.linears if any(p in x.name for p in ATTENTION)]
         mlp = [x for x in self.layer.linears if x not in attention]
-        x = self._norm(self.start)
+        x = self._gathered(self._norm(self.start))
         begin = len(self.tape.steps)
         x = self._attention(x, attention)
         middle = range(begin, len(self.tape.steps))
         x = self._norm(x) if self.style.after else x
         residual = self._add(self.start, x)
-        x = self._norm(residual)
+        x = self._gathered(self._norm(residual))
         begin = len(self.tape.steps)
         x = self._mlp(x, mlp)
         last = range(begin, len(self.tape.steps))
@@ -87,7 +87,6 @@ class _Writer:
             return self._narrow(x)
         s, n = self.sizes, self.setting.tensor
         *projections, out = linears
-        x = self._gathered(x)
         made = [self._linear(x, linear) for linear in projections]
         heads, kv = s.heads * s.head_size / n, s.kv_heads * s.head_size / n
         query, key, value = self._heads(made, heads, kv)
@@ -118,7 +117,6 @@ class _Writer:
         if not linears:
             return self._narrow(x)
         *projections, down = linears
-        x = self._gathered(x)
         gate = self._activated(self._linear(x, projections[0])) if projections else x
         if len(projections) > 1:
             up = self._linear(x, projections[1])
@@ -174,8 +172,9 @@ class _Writer:
         out = self.tape.run(query.value, key.value, value.value, size=size, saves=saves, dear=True)
         self._save_output(out)
         mixed = _Tensor(out, heads * s.head_size, query.each)
-        # Rostra's own kernels put the output in order once more
-        return self._run(mixed) if setting.kernel in ("blocked", "ring") else mixed
+        # Rostra's own kernels, and an exchange of positions, put the output in order once more
+        again = setting.kernel in ("blocked", "ring") or setting.positions < setting.length
+        return self._run(mixed) if again else mixed
 
     def _eager(self, query: _Tensor, key: _Tensor, value: _Tensor) -> _Tensor:
         """Scores and probabilities of all pairs, the latter in float32 too."""
@@ -257,7 +256,8 @@ class _Writer:
             parameter = Value(numbers * s.weight, s.trains, weight=True)
             taken = parameter
             if s.copies:
-                taken = self.tape.run(parameter, size=numbers * 2, cast=True)
+                # a rank's part of a matrix is no parameter, and its copy is not kept
+                taken = self.tape.run(parameter, size=numbers * 2, cast=s.tensor == 1)
             saves = [taken, *([narrow.value] if s.trains else [])]
             self.products += 1
             dear = not s.every_other or self.products % 2 == 1
