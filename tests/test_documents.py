@@ -80,7 +80,7 @@ def test_every_command_of_the_documents_runs(workplace: Path) -> None:
         if "--json" in command:
             json.loads(done.stdout)
         ran += 1
-    assert ran == 15
+    assert ran == 19
     assert len(commands()) == ran + 7
 
 

@@ -67,9 +67,8 @@ def effects(plan: Plan) -> list[Effect]:
     chosen = plan.chosen
     job = _job_of(plan, chosen.layout)
     for name, used, other, variant in _neighbours(job, chosen.layout):
-        refused = refusals(other)
-        if refused:
-            found.append(Effect(name, used, None, reason=refused[0].name))
+        if reason := _refused(plan, other):
+            found.append(Effect(name, used, None, reason=reason))
             continue
         candidate = assess(variant, plan.cluster, other)
         base = assess(job, plan.cluster, chosen.layout).memory.peak  # formula beside formula
@@ -84,6 +83,18 @@ def effects(plan: Plan) -> list[Effect]:
             )
         )
     return found
+
+
+def _refused(plan: Plan, layout: Layout) -> str | None:
+    """Why `layout` is none for the plan's devices, in a few words."""
+    if refused := refusals(layout):
+        return refused[0].name
+    device = plan.cluster.device
+    if layout.compute == "fp8" and "fp8" not in device.flops:
+        return f"no float8 products on {device.name}"
+    if layout.offload_optimizer != "none" and device.kind == "cpu":
+        return "the host is the device"
+    return None
 
 
 def _job_of(plan: Plan, layout: Layout) -> Job:
@@ -261,8 +272,8 @@ def row_of(plan: Plan, x: Candidate) -> dict[str, str]:
         "step": f"{x.time.step:.3g} s",
         "tokens/s": f"{x.tokens_per_second:,.0f}",
         "MFU": f"{x.mfu:.0%}",
-        "hours": "" if x.hours is None else f"{x.hours:,.3g}",
-        plan.cluster.currency: "" if x.price is None else f"{x.price:,.0f}",
+        **({} if x.hours is None else {"hours": f"{x.hours:,.3g}"}),
+        **({} if x.price is None else {plan.cluster.currency: f"{x.price:,.0f}"}),
     }
 
 
@@ -355,6 +366,6 @@ def counts(plan: Plan) -> str:
     source = "checked by a trace" if plan.chosen.memory.source == "trace" else "by formulas"
     return (
         f"{plan.considered:,} layouts considered in {plan.search_seconds:.1f} s, "
-        f"{plan.found.fitting:,} of them fit; the first is the {goal[plan.goal]}; "
-        f"its memory is {source}"
+        f"{plan.found.fitting:,} of them fit; the first is the {goal[plan.goal]}, "
+        f"its memory {source}"
     )

@@ -227,8 +227,7 @@ class Space:
         places = ["none"]
         if self.cluster.device.kind == "gpu":
             places.append("cpu")
-            nvme = self.limits.nvme and self.cluster.node.nvme_bytes and not self.thin
-            if engine == "deepspeed" and nvme:
+            if engine == "deepspeed" and self.limits.nvme and self.cluster.node.nvme_bytes:
                 places.append("nvme")
         for parameters in places if asked.parameters == "auto" else (asked.parameters,):
             for optimizer in places if asked.optimizer == "auto" else (asked.optimizer,):

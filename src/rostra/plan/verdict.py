@@ -150,7 +150,7 @@ def fitting(job: Job, cluster: Cluster) -> Candidate | None:
 def _sorts(plan: Plan) -> Iterator[Iterator[Change]]:
     """Sorts of changes, the least first; within a sort the smallest first."""
     yield _unfixed(plan)
-    yield _techniques_of(plan, ("int8-states", "int4-states"))
+    yield _techniques_of(plan, ("int8-states", "int4-states", "bf16-pure"))
     yield _techniques_of(plan, ("lora", "qlora"))
     yield _shorter(plan)
     yield _more_devices(plan)
