@@ -17,7 +17,7 @@ from rostra.plan.calibrate.values import Calibration, Share
 from rostra.workers.pool import Pool
 
 CPU = torch.device("cpu")
-_MOST = 1 << 32  # operations of one measurement on a CPU
+_MOST = 1 << 31  # operations of one measurement on a CPU
 _MOST_ON_GPU = 1 << 43
 Say = Callable[[str], None]
 

@@ -51,11 +51,11 @@ def _rows(shares: tuple[Share, ...]) -> dict[str, list[str]]:
     rows: dict[str, list[str]] = {}
     for share in shares:
         for kind, best in share.flops.items():
-            rows.setdefault(f"products, {kind}, best", []).append(f"{best / 1e9:,.0f} GFLOP")
+            rows.setdefault(f"product, {kind}", []).append(f"{best / 1e9:,.0f} GFLOP")
             sizes = {f.sizes: f for f in share.of("product forward", kind)}
             for size in [(128, 512, 512), (2048, 512, 512), (2048, 1024, 4096)]:
                 if (figure := sizes.get(size)) is not None:
-                    label = f"products, {kind}, {size[0]} rows x {size[1]} x {size[2]}"
+                    label = f"  {size[0]} x {size[1]} x {size[2]}, {kind}"
                     rows.setdefault(label, []).append(f"{figure.rate / 1e9:,.0f} GFLOP")
         for figure in share.figures:
             name = _label(figure)
@@ -67,15 +67,15 @@ def _rows(shares: tuple[Share, ...]) -> dict[str, list[str]]:
 def _label(figure: Figure) -> str | None:
     if figure.what.startswith("attention both") and figure.sizes[:2] in ((512, 64), (2048, 64)):
         kind = figure.what.split()[-1]
-        return f"attention, {figure.kind}, {kind}, {figure.sizes[0]} positions"
+        return f"{kind} attention, {figure.kind}, {figure.sizes[0]}"
     if figure.what == "between" and figure.sizes == (2048,):
-        return f"between products, {figure.kind}, rows of a layer"
+        return f"layer's rest, {figure.kind}, rows"
     if figure.what == "loss":
         return f"loss, {figure.kind}, logits"
     if figure.what == "pointwise" and figure.sizes[0] == 2**26:
         return f"{figure.kind} of {_bytes(figure.sizes[0])}"
     if figure.what == "optimizer":
-        return f"optimizer, {figure.kind}, numbers"
+        return f"{figure.kind}, numbers"
     return f"operations, {figure.kind}" if figure.what == "launch" else None
 
 
