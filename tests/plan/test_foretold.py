@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
+from rostra.api import Run
 from rostra.events import Event, Events, JsonLines, read_events
 from rostra.layout import Layout
 from rostra.plan.foretold import Foretold
 from rostra.plan.results import Candidate, Memory, Time
 from rostra.report import History, page
 from rostra.track import Progress
+from support import tiny_run
 
 LAYOUT = Layout(4, 1)
 CANDIDATE = Candidate(
@@ -111,3 +113,16 @@ def table(history: dict[str, Any]) -> str:
 
 def test_before_it_is_checked_the_report_shows_the_plan_alone() -> None:
     assert "1,024" in table({"tokens_per_second": 1024.0})
+
+
+def test_a_real_run_tells_both(corpus: Path, tmp_path: Path) -> None:
+    told: list[Event] = []
+    Run.open(tiny_run(corpus, tmp_path / "run")).train([told.append])
+    kinds = [event.kind for event in told]
+    assert kinds.index("started") < kinds.index("plan") < kinds.index("step")
+    checked, plan = only(told, "plan_checked"), only(told, "plan")
+    assert checked["planned"]["memory_bytes"] == plan["live_memory_bytes"]
+    assert checked["measured"]["memory_bytes"] == only(told, "memory")["bytes"]["total"]
+    steps = [event["seconds"] for event in told if event.kind == "step"][2:]
+    assert min(steps) <= checked["measured"]["step_seconds"] <= max(steps)
+    assert "Planned and measured" in (tmp_path / "run" / "report.html").read_text()
