@@ -15,7 +15,7 @@ from rostra.plan.memory.allocator import kept_blocks, outside
 from rostra.plan.memory.conventions import ROSTRA, Conventions
 from rostra.plan.memory.host import Beside, beside
 from rostra.plan.memory.lasting import is_collected, is_sharded, lasting
-from rostra.plan.memory.pipeline import in_flight, late
+from rostra.plan.memory.pipeline import in_flight, waiting
 from rostra.plan.memory.setting import STYLES
 from rostra.plan.memory.step import Moment, Parts, Stage, moments
 from rostra.plan.memory.weights import Unit
@@ -111,7 +111,7 @@ class MemoryModel:
             work = self._once(("work", rank, of_work), partial(self._work, x, rank))
             outputs = work.loss.outputs * x.accumulation if work.loss is not None else 0.0
             stage = Stage(
-                work.layers, work.loss, parts, in_flight(x, rank), late(x, rank), rank == 0,
+                work.layers, work.loss, parts, in_flight(x, rank), waiting(x, rank), rank == 0,
                 x.stages if x.pipeline > 1 else 0, outputs,
                 self._received(x, rank, work.layers.input), tokens + work.shared,
             )  # fmt: skip

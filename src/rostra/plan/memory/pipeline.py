@@ -31,8 +31,13 @@ def in_flight(layout: Layout, rank: int) -> float:
 
 
 def late(layout: Layout, rank: int) -> float:
-    """Micro batches whose gradients of weights zero bubble leaves for later, when the pipeline
-    would wait."""
-    return (
-        float(min(rank, layout.accumulation)) if layout.pipeline_schedule == "zero_bubble" else 0.0
-    )
+    """Micro batches that wait between the two parts of zero bubble's backward pass: those whose
+    gradients of weights are left for when the pipeline would wait."""
+    if layout.pipeline_schedule != "zero_bubble":
+        return 0.0
+    return float(min(rank, layout.accumulation))
+
+
+def waiting(layout: Layout, rank: int) -> float:
+    """Those, and the one that is in the first part."""
+    return late(layout, rank) + 1 if layout.pipeline_schedule == "zero_bubble" else 0.0

@@ -53,7 +53,7 @@ class Profile:
     backward: float
     left: float  # gradients of parameters after the backward pass
     copies: float  # of parameters in 16 bits, within what is kept
-    products: float  # gradients of what products with parameters gave
+    products: float  # gradients of what comes of parameters: products, and two norms
 
 
 @dataclass
@@ -185,14 +185,13 @@ class _Player:
             self._backward(self.steps[index])
             if stretch is not None and index == stretch[0]:
                 self._let_go(stretch)
-        copies = sum(v.size for v in casts) - (with_casts - without)
-        return Profile(
-            kept, with_casts - without, forward, live.highest, self.left, copies, self._products()
-        )
+        alone = with_casts - without
+        copies, products = sum(v.size for v in casts) - alone, self._products(start)
+        return Profile(kept, alone, forward, live.highest, self.left, copies, products)
 
-    def _products(self) -> float:
-        products = (s for s in self.steps if any(x.weight or x.cast for x in s.inputs))
-        return sum(s.output.size for s in products if s.dear)
+    def _products(self, start: Value) -> float:
+        found = (s for s in self.steps if any(x.weight or x.cast for x in s.inputs))
+        return sum(s.output.size for s in found if s.dear) + 2 * start.size
 
     def _forward(self, indices: range, saving: bool) -> list[Value]:
         """Run some steps; gives the casts that autocast holds after them. `saving` is the second

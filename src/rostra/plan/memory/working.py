@@ -172,11 +172,12 @@ class Working:
         matrix, output = vocabulary * s.hidden, setting.tokens * s.hidden * setting.stream
         lies = FLOAT if trains and setting.stream == FLOAT else each
         part = rows * s.hidden * (each if each != setting.stream else 0)
+        fused = x.compile and x.tensor == 1  # logits, exponentials and gradients alone
         before = rows * vocabulary * each if setting.tokens > rows else 0.0  # of the last chunk
         return Loss(
             kept=kept,
             output=output,
-            logits=rows * vocabulary * CHUNKED + part + before,
+            logits=rows * vocabulary * (2 * each + FLOAT if fused else CHUNKED) + part + before,
             gradients=output + (matrix * FLOAT if trains else 0.0),
             copies=matrix * each if lies != each else 0.0,
             product=rows * vocabulary * each + part + (matrix * each if trains else 0.0),
