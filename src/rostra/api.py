@@ -262,7 +262,7 @@ def plan(
     tokens: int | None = None,
     allow: Sequence[str] = (),
     goal: Literal["fastest", "cheapest", "fewest"] = "fastest",
-    trace: bool = False,
+    trace: bool = True,
     notice: Callable[[str], None] = print,
 ) -> Explanation:
     """What fits, how fast, at what price: the plan of a config, or of a model by its name.

@@ -250,8 +250,8 @@ def plan(
     html: Annotated[Path | None, typer.Option(help="write the plan as a page, too")] = None,
     trace: Annotated[
         bool,
-        typer.Option("--trace", help="check the memory of the choice: run its engine without any"),
-    ] = False,
+        typer.Option(help="check the memory of the choice by a run of its engine without memory"),
+    ] = True,
     as_json: Json = False,
 ) -> None:
     """Tell what fits, how fast and at what price, on any hardware, before anything is bought."""

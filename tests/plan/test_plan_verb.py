@@ -22,6 +22,7 @@ from rostra.train.choose import POSITIONS
 from rostra.train.planned import Start, plan_run
 from support import Done, refused, rostra
 
+NOWHERE = {"parameters": "none", "optimizer": "none"}
 Tiny = Callable[..., dict[str, Any]]
 
 # What scripts rely on; more keys are welcome.
@@ -33,7 +34,7 @@ LAYOUT = {
 
 
 def planned(*arguments: str | Path) -> dict[str, Any]:
-    done = rostra("plan", "--json", *arguments)
+    done = rostra("plan", "--json", "--no-trace", *arguments)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found
@@ -108,7 +109,8 @@ def test_the_page_stands_alone(tmp_path: Path) -> None:
 
 
 def test_people_get_tables() -> None:
-    done = rostra("plan", "--model", "gpt2", "--hardware", "2xL4", "--length", "512")
+    asked = ("--model", "gpt2", "--hardware", "2xL4", "--length", "512", "--no-trace")
+    done = rostra("plan", *asked)
     assert done.returncode == 0, done.stderr
     for words in ("assumed: ", "micro_batch_size", "tokens/s", "with lora", "considered in"):
         assert words in done.stdout
@@ -156,6 +158,30 @@ def test_a_config_keeps_what_it_says(tiny: Tiny, tmp_path: Path) -> None:
     assert (layout.tensor, layout.world_size, layout.micro_batch) == (2, 2, 1)
     assert layout.compute == "fp32"
     assert found["hardware"]["price_per_hour"] == 3
+
+
+def test_the_choice_is_traced() -> None:
+    """By running its engine on tensors without memory; formulas and trace are about one."""
+    run = Run.open(
+        {
+            "model": {"preset": "tiny"},
+            "data": {
+                "sources": [{"type": "text", "path": "x"}],
+                "tokenizer": {"vocabulary": 300},
+                "sequence_length": 128,
+            },
+            "train": {"steps": 10, "global_batch_size": 16},
+            "parallel": {"shard": 2},
+            "memory": {"activation_checkpointing": "none", "offload": NOWHERE},
+        }
+    )
+    traced, formula = (run.plan("2xL4", trace=x).plan.chosen for x in (True, False))
+    assert traced is not None
+    assert formula is not None
+    assert (traced.memory.source, formula.memory.source) == ("trace", "formula")
+    assert traced.layout == formula.layout
+    assert traced.memory.live == pytest.approx(formula.memory.live, rel=0.1)
+    assert traced.memory.kinds["reserved"] == formula.memory.kinds["reserved"] > 0
 
 
 def test_a_layout_is_told_as_a_config_says_it() -> None:

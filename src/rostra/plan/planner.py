@@ -10,7 +10,6 @@ from typing import Any
 import torch.distributed as dist
 from rich.filesize import decimal
 
-from rostra.errors import RequestError
 from rostra.hardware import Cluster
 from rostra.layout import Layout
 from rostra.plan.job import Job
@@ -185,6 +184,8 @@ def _choose(plan: Plan, trace: bool) -> Candidate | None:
         candidate = plan.candidate(entry)
         if not trace or traces == _TRACES:
             return candidate
+        if not _traceable(entry.layout):
+            return candidate
         traces += 1
         memory = _traced(plan.jobs[entry.variant], entry.layout, plan.cluster, candidate.memory)
         if not plan.room.shortage(memory, entry.ranks):
@@ -193,18 +194,26 @@ def _choose(plan: Plan, trace: bool) -> Candidate | None:
     return None
 
 
+def _traceable(layout: Layout) -> bool:
+    """Whether a trace takes seconds and sees everything: stages are run one by one, and what
+    waits on the host is not told apart from what is on the device."""
+    mode = layout.activation_checkpointing
+    host = {layout.offload_parameters, layout.offload_optimizer} != {"none"}
+    return layout.pipeline == 1 and not host and mode != "offload"
+
+
 def _traced(job: Job, layout: Layout, cluster: Cluster, formula: Memory) -> Memory:
     """The trace of a layout; what no trace tells (host, loading, saving) is the formulas'."""
     from rostra.plan.trace import traced  # the engine comes with it, which no search needs
 
     try:
         memory = traced(job, layout, cluster)
-    except RequestError:  # an engine that cannot be run here
+    except Exception:  # whatever an engine needs that is not here: the formulas stand
         return formula
     names = ("host", "nvme", "loading", "loading_host", "saving", "saving_host")
     more = {name: getattr(memory, name) or getattr(formula, name) for name in names}
-    kinds = {"reserved": formula.kinds.get("reserved", 0), **memory.kinds}
-    return replace(memory, kinds=kinds, **more)
+    reserved = memory.kinds.get("reserved") or formula.kinds.get("reserved", 0)
+    return replace(memory, kinds={**memory.kinds, "reserved": reserved}, **more)
 
 
 def assess(
