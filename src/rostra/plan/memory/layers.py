@@ -256,8 +256,7 @@ class _Writer:
             parameter = Value(numbers * s.weight, s.trains, weight=True)
             taken = parameter
             if s.copies:
-                # a rank's part of a matrix is no parameter, and its copy is not kept
-                taken = self.tape.run(parameter, size=numbers * 2, cast=s.tensor == 1)
+                taken = self.tape.run(parameter, size=numbers * 2, cast=s.keeps_copies)
             saves = [taken, *([narrow.value] if s.trains else [])]
             self.products += 1
             dear = not s.every_other or self.products % 2 == 1

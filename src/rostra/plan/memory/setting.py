@@ -54,7 +54,8 @@ class Setting:
     stream: int = 4  # bytes of a number between layers
     product: int = 4  # and of what products take
     weight: int = 4  # of a weight where products find it, and of its gradient there
-    copies: bool = False  # autocast makes weights 16-bit, and keeps them
+    copies: bool = False  # autocast makes weights 16-bit
+    keeps_copies: bool = True  # and keeps the copies to the end of the forward pass
     trains: bool = True  # the layer's own weights
     quantized: frozenset[str] = frozenset()  # linears whose weight is made anew
     adapted: Adapted = Adapted()

@@ -107,6 +107,8 @@ class Working:
             product=half,
             weight=2 if pure or (sharded and half == 2) else FLOAT,
             copies=half == 2 and not sharded and not pure and not weights.frozen,
+            # those of parameters: neither of a tensor rank's part nor within what is compiled
+            keeps_copies=x.tensor == 1 and not x.compile,
             trains=not weights.frozen,
             quantized=quantized,
             adapted=weights.adapted(layer),
