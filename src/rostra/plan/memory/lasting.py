@@ -15,7 +15,8 @@ from rostra.plan.memory.step import Parts
 from rostra.plan.memory.weights import FLOAT, HALF, Matrix, Unit, Weights, under_way, unit_of
 
 REDUCED = {"fp32": 4, "bf16": 2}
-# Bytes a number of torchao's uncompiled step at its most: tensors of 4 bytes, with codes of 8.
+# Bytes a number of torchao's uncompiled step at its most, as measured: tensors of 4 bytes, with
+# codes of 8.
 LOW_BIT_FLOAT, LOW_BIT_TABLE = 25, 53
 
 
