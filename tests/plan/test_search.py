@@ -25,6 +25,7 @@ from rostra.plan.results import Memory, Time
 from rostra.plan.search import STATIC, Entry, Found, Models, Room, search, simplicity
 from rostra.plan.space import CHECKPOINTING, Limits, Space
 from rostra.plan.techniques import TECHNIQUES, techniques_of, variants
+from rostra.plan.time import TimeModel
 
 GIB = 1 << 30
 
@@ -221,6 +222,23 @@ def test_the_search_finds_what_looking_at_all_finds(seed: int, room: float) -> N
     front = {_values(x) for x in found.front}
     values = {_values(x) for x in all_of_them}
     assert front == {v for v in values if not any(_beats(w, v) for w in values)}
+
+
+def test_the_search_is_exact_under_the_plans_own_models() -> None:
+    asked, cluster = job(train={"global_batch_size": 8}), cluster_of(4)
+    space = Space(asked, cluster, Limits(engines=("torch",), nvme=False))
+    memory, time = MemoryModel(asked, cluster), TimeModel(asked, cluster)
+    peaks = sorted(memory(layout).peak for layout in space)
+    room = Room(peaks[len(peaks) // 3], 10**12, ranks_per_node=4)  # two of three do not fit
+    models = Models(memory, time, room)
+    found, all_of_them = search(space.blocks(), models), brute(space, models)
+    assert found.fitting == len(all_of_them) > 100
+    best = found.best("fastest")
+    assert best is not None
+    assert best.seconds == min(x.seconds for x in all_of_them)
+    cheapest = found.best("cheapest")
+    assert cheapest is not None
+    assert cheapest.seconds * cheapest.ranks == min(x.seconds * x.ranks for x in all_of_them)
 
 
 def _values(x: Entry) -> tuple[float, float, int, int]:
