@@ -109,6 +109,9 @@ def test_ranks_that_share_cores_wait_for_each_other(saved: Calibration) -> None:
         assert efficiency is not None
         return Kernels(cluster.device, efficiency).product(1024, 512, 512, "fp32")
 
+    here = this_cluster(2)
+    nodes = measured_efficiency(replace(here, nodes=8), threads=1)
+    assert nodes == measured_efficiency(here, threads=1)  # cores are those of a node
     cores = usable_cores()
     assert seconds(4 * cores) == pytest.approx(4 * seconds(cores), rel=0.01)
 

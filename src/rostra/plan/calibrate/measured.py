@@ -31,7 +31,7 @@ def measured_efficiency(cluster: Cluster, threads: int | None = None) -> Efficie
     values = load_calibration() if cluster.calibrated else None
     if values is None or "measured" not in values:
         return None
-    found, ranks = Calibration.from_dict(values), cluster.devices
+    found, ranks = Calibration.from_dict(values), cluster.node.devices
     if cluster.device.kind == "gpu":
         return efficiency_of(found, found.shares[0], cluster, 1.0)
     cores = usable_cores()
@@ -156,10 +156,10 @@ def _attention(share: Share, kind: str, size: int) -> list[Figure]:
 def _links(found: Calibration, cluster: Cluster) -> tuple[float, dict[str, float]]:
     """The share of the link's bandwidth that an all-reduce reaches among so many ranks, and what
     the other collectives reach of that."""
-    if cluster.devices == 1 or not found.links:
+    if cluster.node.devices == 1 or not found.links:
         return 1.0, {}
     counts = {f.sizes[0] for f in found.links}
-    nearest = min(counts, key=lambda count: abs(log2(count / cluster.devices)))
+    nearest = min(counts, key=lambda count: abs(log2(count / cluster.node.devices)))
     largest = max(f.sizes[1] for f in found.links)
     rates = {f.kind: f.rate for f in found.links if f.sizes == (nearest, largest)}
     base = rates["all_reduce"]
