@@ -42,6 +42,7 @@ bench: .venv/installed-bench
 	$(BIN)/python benchmarks/throughput.py
 	$(BIN)/python benchmarks/scaling.py
 	$(BIN)/python benchmarks/activations.py --samples 8 --rounds 3 --bf16
+	$(BIN)/python benchmarks/plan_time.py --calibrate
 
 clean:
 	rm -rf .venv runs
