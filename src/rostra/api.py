@@ -44,10 +44,11 @@ class Run:
         source: str | Path | Mapping[str, Any],
         overrides: Sequence[str] = (),
         allow_code: Sequence[str | Path] = (),
+        ranks: int | None = None,
     ) -> Run:
         """From a config file, a run's folder, or a table; `overrides` are "section.key=value",
         `allow_code` the user's own Python files that the config may run.
-        An Axolotl file is for as many ranks as were started.
+        An Axolotl file is for so many `ranks`, or as many as were started.
 
         Raises RequestError when it does not describe a run.
         """
@@ -62,7 +63,8 @@ class Run:
             output = f"run.output={json.dumps(str(path))}"
             config = read_config(RunFolder(path).config, [*overrides, output])
         else:
-            config = read_config(path, overrides, detect(os.environ).size, notes.append)
+            started = ranks or detect(os.environ).size
+            config = read_config(path, overrides, started, notes.append)
         config.data.clean.check_code(allow_code)
         return cls(config, "\n".join(notes))
 
@@ -251,7 +253,8 @@ class Run:
 
 
 def plan(
-    config: Config | None = None,
+    config: Config | str | Path | None = None,
+    overrides: Sequence[str] = (),
     *,
     model: str | None = None,
     method: Literal["full", "lora", "qlora"] | None = None,
@@ -265,7 +268,8 @@ def plan(
     trace: bool = True,
     notice: Callable[[str], None] = print,
 ) -> Explanation:
-    """What fits, how fast, at what price: the plan of a config, or of a model by its name.
+    """What fits, how fast, at what price: the plan of a config (or its file, with `overrides`),
+    or of a model by its name.
 
     `method`, `length`, `global_batch` and `tokens` change what the config says, `price` what an
     hour of a device costs; `allow` names techniques that may be used beside, such as `qlora` or
@@ -281,6 +285,8 @@ def plan(
     cluster = (
         read_cluster(hardware, price) if hardware else this_cluster(price=price, notice=notice)
     )
+    if config is not None and not isinstance(config, Config):
+        config = Run.open(config, overrides, ranks=cluster.devices).config
     asked = Request(model, method, length, global_batch, tokens)
     job, notes = asked.job(config, cluster.devices)
     return explain(make_plan(job, cluster, allow, goal, trace=trace, notes=notes))

@@ -255,14 +255,14 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Tell what fits, how fast and at what price, on any hardware, before anything is bought."""
-    from rostra.api import Run
     from rostra.api import plan as make
     from rostra.plan.explain import show
 
     if goal not in ("fastest", "cheapest", "fewest"):
         raise RequestError(f"--goal {goal}: give fastest, cheapest or fewest")
     found = make(
-        None if config is None else Run.open(config, overrides).config,
+        config,
+        overrides,
         model=model,
         method=method,  # type: ignore[arg-type]  # looked at where it is used
         hardware=hardware,

@@ -139,6 +139,15 @@ def test_ranks_are_parts_of_a_node_or_whole_nodes() -> None:
     assert {x.tensor for x in Space(job(), cluster_of(2, 2))} == {1, 2}  # within a node
 
 
+def test_a_thin_space_is_part_of_the_whole() -> None:
+    asked, cluster = job(data={"sequence_length": 4096}), cluster_of(4)
+    whole = set(Space(asked, cluster))
+    thin = set(Space(asked, cluster, Limits(thin=True)))
+    assert thin < whole
+    assert {x.world_size for x in thin} == {x.world_size for x in whole}
+    assert {x.sharding for x in thin} == {x.sharding for x in whole} - {"hybrid_shard"}  # one node
+
+
 def test_a_cpu_is_its_own_host() -> None:
     found = list(Space(job(), cluster_of(2, kind="cpu")))
     assert {x.offload_optimizer for x in found} == {"none"}
@@ -156,6 +165,10 @@ def test_techniques_are_changes_of_a_config() -> None:
         ("qlora", "int8-states"),
     }  # fmt: skip
     assert len(list(variants(config_of(adapter="lora"), allowed))) == 4  # it is LoRA already
+    scratch = config_of(
+        model={"pretrained": None, "preset": "tiny"}, data={"tokenizer": {"vocabulary": 300}}
+    )
+    assert len(list(variants(scratch, allowed))) == 2  # no adapter beside what has learned nothing
     with pytest.raises(RequestError, match="did you mean qlora"):
         techniques_of(["qlorra"])
     for technique in TECHNIQUES.values():

@@ -18,7 +18,7 @@ from rostra.plan.job import Job
 from rostra.plan.planner import Plan, assess, shortage_told
 from rostra.plan.results import KINDS, Candidate
 from rostra.plan.space import Space
-from rostra.plan.techniques import TECHNIQUES
+from rostra.plan.techniques import TECHNIQUES, adds
 from rostra.plan.verdict import Verdict, Way, verdicts, ways_to_fit
 
 BAR = 48  # characters for all of a device's memory
@@ -132,9 +132,8 @@ def _neighbours(job: Job, layout: Layout) -> Iterator[tuple[str, bool, Layout, J
     compiled = replace(layout, compile=not layout.compile)
     yield "compile", layout.compile, compiled, job
     for name in ("lora", "qlora", "int8-states", "fp8"):
-        changed = TECHNIQUES[name].change(job.config)
-        if changed != job.config:
-            config = changed
+        if adds(TECHNIQUES[name], job.config):
+            config = TECHNIQUES[name].change(job.config)
             fields: dict[str, Any] = {
                 "adapter": config.adapter.kind,
                 "quantization": config.quantization.kind,
@@ -142,7 +141,7 @@ def _neighbours(job: Job, layout: Layout) -> Iterator[tuple[str, bool, Layout, J
             }
             if name == "fp8":
                 fields["compute"] = "fp8"
-            yield name, False, replace(layout, **fields), replace(job, config=changed)
+            yield name, False, replace(layout, **fields), replace(job, config=config)
 
 
 def _split(layout: Layout, axis: str) -> Layout | None:

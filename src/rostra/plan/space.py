@@ -134,7 +134,8 @@ class Space:
                 return
             method = self.table.context_method if axes["context"] > 1 else "ulysses"
             fixed = {**axes, "context_method": method, "engine": self.table.engine}
-            if not self._model_refuses(fixed) and self._feeds(fixed):
+            fed = axes["replicate"] * axes["shard"] <= self.job.global_batch
+            if fed and not self._model_refuses(fixed) and self._feeds(fixed):
                 yield fixed
             return
         for pipeline in _divisors(ranks):

@@ -100,13 +100,20 @@ def techniques_of(names: Iterable[str]) -> tuple[Technique, ...]:
     return tuple(dict.fromkeys(found))
 
 
+def adds(technique: Technique, config: Config) -> bool:
+    """Whether it changes `config`, and can: adapters train beside a model that has learned."""
+    if technique.kind == "tuning" and config.model.pretrained is None:
+        return False
+    return technique.change(config) != config
+
+
 def variants(
     config: Config, allowed: Iterable[Technique]
 ) -> Iterator[tuple[tuple[Technique, ...], Config]]:
     """Every config that `allowed` makes of this one, each with the techniques it uses; first
     the config itself. Those that change nothing are left out."""
     kinds: dict[str, list[Technique | None]] = {}
-    for technique in allowed:
+    for technique in (x for x in allowed if adds(x, config)):
         kinds.setdefault(technique.kind, [None]).append(technique)
     seen: list[Config] = []
     for chosen in product(*kinds.values()):

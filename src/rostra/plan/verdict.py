@@ -18,7 +18,7 @@ from rostra.plan.planner import Plan, assess, room_of
 from rostra.plan.results import Candidate, Time
 from rostra.plan.search import Entry, Miss, Models, kind_of, search
 from rostra.plan.space import Limits, Space
-from rostra.plan.techniques import TECHNIQUES
+from rostra.plan.techniques import TECHNIQUES, adds
 
 SHORTEST = 256  # positions; shorter samples are no longer the same work
 MOST = 16  # times the devices that were asked for
@@ -189,7 +189,7 @@ def _techniques_of(plan: Plan, names: tuple[str, ...]) -> Iterator[Change]:
         ) -> tuple[Job, Cluster]:
             return replace(job, config=change(job.config)), cluster  # type: ignore[arg-type]
 
-        if technique.change(plan.job.config) != plan.job.config:
+        if adds(technique, plan.job.config):
             yield Change(name, f"allow {name} ({technique.keys})", apply)
 
 
