@@ -18,9 +18,10 @@ FUSED = {"flash1": 0.55, "flash": 1.0, "flash3": 1.6}
 # gradients by operations of their own, in one kernel, or, in blocks, in float32.
 SCORE, FUSED_SCORE, BLOCK_SCORE = (16, 20), (6, 8), (40, 60)
 BLOCK = 1024  # queries and keys that are multiplied at once by blocks
-# Compiled attention by blocks, on CPUs: scores are read, an exponential, weights are written; an
-# exponential takes about as long as moving 10 bytes.
-COMPILED_SCORE = (14, 18)
+# Compiled attention by blocks, on CPUs. Forward: a score is read twice in float32 (for the largest,
+# and for its exponential) and written in 16 bits; backward it and its gradient are read and
+# written. An exponential takes about as long as moving 10 bytes.
+COMPILED_SCORE = (20, 28)
 
 
 class AttentionTimes:
