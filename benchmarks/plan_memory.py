@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import time
@@ -19,7 +20,12 @@ import traceback
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
 import torch
+from accelerate.commands.estimate import estimate_training_usage
+from accelerate.utils import calculate_maximum_sizes
+from deepspeed.runtime.zero import stage3, stage_1_and_2
 from transformers import AutoConfig, PretrainedConfig
 
 from rostra.batch import Batch
@@ -31,7 +37,9 @@ from rostra.hardware.machine import this_cluster
 from rostra.layout import Layout
 from rostra.memory import measure
 from rostra.models.weights import SeededWeights, model_on_meta
-from rostra.plan.job import job_of
+from rostra.plan.job import Job, job_of
+from rostra.plan.memory import MemoryModel
+from rostra.plan.trace import traced
 from rostra.workers.pool import Pool
 
 CPU = torch.device("cpu")
@@ -73,6 +81,7 @@ def row(family: str, length: int = 256, isolate: bool = False, **values: Any) ->
     return Row(family, layout, sections, length, isolate)
 
 
+WAYS = ("trace", "formulas", "DeepSpeed", "accelerate")
 TUNED = ("adapter", "quantization")  # sections of a config, and fields of a layout
 FIELDS = {f.name for f in fields(Layout)}
 F2 = {"shard": 2, "sharding": "full_shard"}
@@ -216,36 +225,66 @@ def batch_of(row: Row, layout: Layout) -> Batch:
     return Batch(tokens, tokens, positions)
 
 
-def compare(name: str, pool: Pool) -> dict[str, Any]:
-    from rostra.plan.trace import traced
-
+def told(name: str) -> dict[str, dict[str, int]]:
+    """Bytes by kind as each way foretells them; `total` alone where it knows no kinds."""
     row = ROWS[name]
-    layout = Layout(**row.layout)
-    found: dict[str, Any] = {"name": name, "ranks": layout.world_size}
-    try:
-        alone = layout.world_size == 1  # then training has no group of ranks
-        ranks = [measured(name)] if alone else pool.run(layout.world_size, measured, name)
-        found["measured"] = max(ranks, key=lambda kinds: kinds["total"])
-    except Exception:
-        found["measured error"] = traceback.format_exc()
-        return found
+    layout, cluster = Layout(**row.layout), this_cluster()
+    job = job_of(config_of(row), shape_of(row))
+    ways = {"trace": lambda: traced(job, layout, cluster)}
+    ways["formulas"] = lambda: MemoryModel(job, cluster)(layout)
+    found = {}
+    for way, foretell in ways.items():
+        memory = foretell()
+        found[way] = {**memory.kinds, "total": memory.live}
+    return found | {way: {"total": size} for way, size in baselines(job, layout).items()}
+
+
+def baselines(job: Job, layout: Layout) -> dict[str, int]:
+    """What others say of a GPU's memory: DeepSpeed of weights, gradients and states, accelerate
+    of its four parts of training with Adam, the largest of which it shows."""
+    model = model_on_meta(job.shape)
+    whole, (largest, _) = calculate_maximum_sizes(model)
+    count, ranks = whole // 4, layout.world_size
+    if layout.sharding == "full_shard":
+        _, states, _ = stage3.estimate_zero3_model_states_mem_needs(
+            count, largest // 4, ranks, 1, layout.offload_optimizer == "cpu",
+            layout.offload_parameters == "cpu",
+        )  # fmt: skip
+    else:
+        _, states = stage_1_and_2.estimate_zero2_model_states_mem_needs(
+            count, ranks, 1, layout.offload_optimizer == "cpu"
+        )
+    precision = "float32" if layout.compute == "fp32" else "bfloat16"
+    usage = estimate_training_usage(whole, precision)
+    return {"DeepSpeed": states, "accelerate": max(usage.values())}
+
+
+def compare(name: str, pool: Pool) -> dict[str, Any]:
+    """A row of the table."""
+    layout = Layout(**ROWS[name].layout)
+    if layout.engine == "deepspeed":
+        pool.close()  # it numbers modules by process, and wants the same numbers on all ranks
+    alone = layout.world_size == 1  # then training has no group of ranks
+    ranks = [measured(name)] if alone else pool.run(layout.world_size, measured, name)
+    most = max(ranks, key=lambda kinds: kinds["total"])
     began = time.process_time()
-    try:
-        memory = traced(job_of(config_of(row), shape_of(row)), layout, this_cluster())
-        found["traced"] = {**memory.kinds, "total": memory.live}
-        found["error"] = memory.live / found["measured"]["total"] - 1
-    except Exception:
-        found["traced error"] = traceback.format_exc()
-    found["seconds"] = time.process_time() - began
-    return found
+    found = told(name)
+    seconds = time.process_time() - began
+    errors = {way: kinds["total"] / most["total"] - 1 for way, kinds in found.items()}
+    return {"name": name, "ranks": layout.world_size, "measured": most, **found,
+            "errors": errors, "seconds": seconds}  # fmt: skip
 
 
-def line(found: dict[str, Any]) -> str:
-    told = [f"{found[k]['total'] / 1e6:9.2f}" for k in ("measured", "traced") if k in found]
-    if "error" in found:
-        told.append(f"{found['error']:+.2%} {found['seconds']:.1f} s")
-    why = found.get("measured error") or found.get("traced error") or ""
-    return " ".join([f"{found['name']:30}", *told, *why.strip().splitlines()[-1:]])
+def show(results: list[dict[str, Any]]) -> None:
+    print(f"| layout | ranks | measured, MB | {' | '.join(WAYS)} |")
+    print("|---|---|---|" + "---|" * len(WAYS))
+    for found in results:
+        errors = " | ".join(f"{found['errors'][way]:+.1%}" for way in WAYS)
+        size = found["measured"]["total"] / 1e6
+        print(f"| {found['name']} | {found['ranks']} | {size:.1f} | {errors} |")
+    for what, of in (("median", statistics.median), ("worst", max)):
+        errors = " | ".join(f"{of(abs(f['errors'][way]) for f in results):.2%}" for way in WAYS)
+        print(f"| **{what}** of {len(results)} | | | {errors} |")
 
 
 def main() -> None:
@@ -254,20 +293,20 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=list(ROWS), help="names of layouts")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    results = []
-    with Pool(quiet=True) as pool:
+    results, failed = [], []
+    with Pool(seconds=600, quiet=True) as pool:
         for name in arguments.only:
-            found = compare(name, pool)
-            results.append(found)
-            print(line(found), file=sys.stderr)
-    errors = [abs(r["error"]) for r in results if "error" in r]
-    print(
-        f"{len(errors)} of {len(results)}: median {statistics.median(errors):.2%}, "
-        f"worst {max(errors):.2%}",
-        file=sys.stderr,
-    )
-    if arguments.json:
-        print(json.dumps(results, indent=2))
+            try:
+                results.append(compare(name, pool))
+            except Exception:
+                traceback.print_exc()
+                failed.append(name)
+                continue
+            errors = ", ".join(f"{k} {v:+.2%}" for k, v in results[-1]["errors"].items())
+            print(f"{name}: {errors}", file=sys.stderr)
+    print(json.dumps(results, indent=2)) if arguments.json else show(results)
+    if failed:
+        sys.exit(f"not compared: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -26,24 +26,32 @@ from rostra.models.weights import model_on_meta
 from rostra.parallel import Engine
 from rostra.parallel.pipeline_split import balance, layer_costs
 from rostra.plan.job import Job
+from rostra.plan.memory import MemoryModel
 from rostra.plan.places import Marks, Profile, extended, peak, profile
 from rostra.plan.results import Memory
 
 WHOLE = 8  # layers of a rank, and micro batches, up to which all are traced
+INPUTS = 3 * 8  # bytes of a position: its token, its label, where it is in its document
 
 
 def traced(job: Job, layout: Layout, cluster: Cluster) -> Memory:
     """Memory over a step of the rank that needs most, and its source `trace`.
 
-    Nothing is told of the host, of loading and of saving. Layers are taken as they are
-    uncompiled, fp8 as bf16.
+    Nothing is told of loading and of saving, nor of what a device keeps beside tensors. fp8 is
+    taken as bf16, and of what is compiled the closed formulas tell how much less it keeps.
 
     Raises RequestError for what cannot be trained, as `rostra.dry_run` does.
     """
     gpu = cluster.device.kind == "gpu"
-    parts = _Parts(job.shape, layout)
-    found = [peak(_Trace(job, layout, rank, parts, gpu).profile()) for rank in parts.ranks()]
-    return Memory(max(found, key=lambda kinds: sum(kinds.values())), source="trace")
+    places = _Parts(job.shape, layout).places()
+    found = [peak(_Trace(job, layout, place, gpu).profile()) for place in places]
+    kinds = max(found, key=lambda kinds: sum(kinds.values()))
+    if layout.compile:
+        model = MemoryModel(job, cluster)
+        eager, compiled = (model(x).kinds for x in (replace(layout, compile=False), layout))
+        for kind in ("activations", "logits"):
+            kinds[kind] = round(kinds[kind] * compiled[kind] / (eager[kind] or 1))
+    return Memory(kinds, source="trace")
 
 
 @dataclass(frozen=True)
@@ -61,13 +69,9 @@ class _Parts:
     def period(self) -> int:
         """After so many layers all is as before."""
         kinds = getattr(self.shape.get_text_config(), "layer_types", None) or [""] * self.depth
-        same = (
-            n
-            for n in range(1, self.depth + 1)
-            if all(x == kinds[i % n] for i, x in enumerate(kinds))
-        )
+        same = (n for n in range(1, self.depth) if kinds[n:] == kinds[:-n])
         kind, _, every = self.layout.activation_checkpointing.partition(":")
-        return next(same) * (int(every) if kind == "every" else 1)
+        return next(same, self.depth) * (int(every) if kind == "every" else 1)
 
     @cached_property
     def _costs(self) -> tuple[float, float]:
@@ -81,92 +85,106 @@ class _Parts:
         if ranks == 1:
             return [depth]
         layer, head = self._costs
-        costs = [layer] * (depth - 1) + [layer + head]
-        cuts = balance(costs, ranks * stages)
+        cuts = balance([layer] * (depth - 1) + [layer + head], ranks * stages)
         return [cuts[n * ranks + place + 1] - cuts[n * ranks + place] for n in range(stages)]
 
-    def ranks(self) -> Iterator[int]:
-        """Those that may need most. Of equal stages the first, which waits longest for its
-        backward passes; of ranks beside each other the first, which has the larger parts."""
+    def places(self) -> Iterator[int]:
+        """Those in the pipeline that may need most: of equal stages the first, which waits
+        longest for its backward passes."""
         known = set()
         for place in range(self.layout.pipeline):
             last = place == self.layout.pipeline - 1
             kind = (tuple(self.own(self.depth, place)), place == 0, last)
             if kind not in known:
-                yield place * (self.layout.world_size // self.layout.pipeline)
+                yield place
             known.add(kind)
 
-    def depths(self, place: int) -> tuple[int, int, float] | None:
-        """Two depths to be traced, and what part of the growth from one to the other the whole
-        depth is; None where that is as well traced itself."""
-        step, full = self.period, self.own(self.depth, place)
-        if sum(full) <= WHOLE:
-            return None
+    def depths(self, place: int, wanted: list[int]) -> tuple[list[int], float]:
+        """Depths of which one or two are traced for a rank at `place` that has `wanted` layers,
+        and how often the growth from the first to the second is added to the first."""
+        if sum(wanted) > WHOLE and self.layout.pipeline == 1:
+            first = next(n for n in range(3, 3 + self.period) if (wanted[0] - n) % self.period == 0)
+            if first + self.period < wanted[0]:
+                return [first, first + self.period], (wanted[0] - first) / self.period
         if self.layout.pipeline == 1:
-            first = next(n for n in range(3, 3 + step) if n % step == self.depth % step)
-            small = first, first + step
-            return (*small, (self.depth - first) / step) if small[1] < self.depth else None
-        if step > 1:
-            return None
-        stages = self.layout.pipeline * self.layout.stages
-        first = next(n for n in range(stages, self.depth) if min(self.own(n, place)) >= 3)
-        one = self.own(first, place)
-        for second in range(first + 1, self.depth):
-            if {b - a for a, b in zip(one, self.own(second, place), strict=True)} == {1}:
-                return first, second, (sum(full) - sum(one)) / len(one)
-        return None
-
-    def numbers(self) -> tuple[int, int, float] | None:
-        """The same of the micro batches of a step."""
-        count, ranks, name = self.layout.accumulation, self.layout.pipeline, ""
-        if ranks == 1:  # the third is as the second
-            return (2, 3, 0.0) if count > 2 else None
-        name = self.layout.pipeline_schedule
-        first, second = {"1f1b": (ranks, ranks + 1), "gpipe": (2, 3)}.get(
-            name, (2 * ranks, 3 * ranks)
-        )
-        if count <= max(WHOLE, second):
-            return None
-        return first, second, (count - first) / (second - first)
+            return [self.depth], 0
+        ranks = self.layout.pipeline * self.layout.stages
+        possible = range(ranks, self.depth + 1)
+        if sum(wanted) > WHOLE and self.period == self.layout.stages == 1:
+            small = [next(n for n in possible if self.own(n, place) == [few]) for few in (3, 4)]
+            return small, wanted[0] - 3
+        return [min(possible, key=lambda n: abs(sum(self.own(n, place)) - sum(wanted)))], 0
 
 
 @dataclass(frozen=True)
 class _Trace:
+    """Of the first of the ranks that stand at `place` in the pipeline."""
+
     job: Job
     layout: Layout
-    rank: int
-    parts: _Parts
+    place: int
     gpu: bool
 
     def profile(self) -> Profile:
-        numbers = self.parts.numbers()
-        if numbers is None:
-            return self._of(self.layout.accumulation)
-        first, second, times = numbers
-        one = self._of(first)
-        return extended(one, self._of(second), times) if times else one
+        """With all micro batches of the layout, which are traced as fewer."""
+        traced, times = self._smaller()
+        found, *larger = (self._deep(*each) for each in traced)
+        counted = traced[0][0].accumulation
+        if larger:
+            found = extended(found, larger[0], times)
+            counted += round(times * (traced[1][0].accumulation - counted))
+        # what is cut into micro batches: on a GPU it is brought there, in a pipeline put together
+        uncounted = self.layout.accumulation - counted if self.layout.pipeline > 1 else 0
+        rows = uncounted + self.gpu * self.layout.accumulation
+        inputs = INPUTS * rows * self.layout.micro_batch * self.job.length
+        return {
+            at: kinds | {"activations": kinds["activations"] + inputs}
+            for at, kinds in found.items()
+        }
 
-    def _of(self, count: int) -> Profile:
-        """Of a step of `count` micro batches."""
-        place = self.rank // (self.layout.world_size // self.layout.pipeline)
-        depths = self.parts.depths(place)
-        if depths is None:
-            return self._run(self.job.shape, count)
-        first, second, times = depths
-        one, two = (self._run(with_depth(self.job.shape, n), count) for n in (first, second))
-        return extended(one, two, times)
+    def _smaller(self) -> tuple[list[tuple[Layout, int]], float]:
+        """A layout with fewer micro batches that needs as much, and the place in its pipeline; or
+        two, and how often the growth from one to the other is added."""
+        x, ranks, place = self.layout, self.layout.pipeline, self.place
+        count = x.accumulation
 
-    def _run(self, shape: PretrainedConfig, count: int) -> Profile:
-        layout = replace(self.layout, accumulation=count)
-        size = layout.micro_batch * count * layout.data
+        def of(*numbers: int) -> list[tuple[Layout, int]]:
+            return [(replace(x, accumulation=min(n, count)), place) for n in numbers]
+
+        if ranks == 1:
+            return of(2), 0  # a third is as the second
+        if x.pipeline_schedule == "gpipe":
+            return (of(2, 3), count - 2) if count > WHOLE else (of(count), 0)
+        if x.pipeline_schedule != "1f1b":  # what is sent is kept to the end
+            some = count > 3 * ranks
+            return (of(2 * ranks, 3 * ranks), count / ranks - 2) if some else (of(count), 0)
+        if ranks <= 4:
+            return of(ranks + 1), 0
+        if place == ranks - 1:
+            return [(replace(x, pipeline=2, accumulation=3), 1)], 0
+        at = min(place, 1)  # all in the middle are alike, but for how many micro batches wait
+        shorter = [(replace(x, pipeline=n + at, accumulation=n + at + 1), at) for n in (2, 3)]
+        return shorter, ranks - place - 2
+
+    def _deep(self, layout: Layout, place: int) -> Profile:
+        """With as many layers as the rank has, which are traced as fewer."""
+        parts = _Parts(self.job.shape, self.layout)
+        wanted = parts.own(parts.depth, self.place)
+        depths, times = _Parts(self.job.shape, layout).depths(place, wanted)
+        found = [self._run(with_depth(self.job.shape, n), layout, place) for n in depths]
+        return found[0] if len(found) == 1 else extended(found[0], found[1], times)
+
+    def _run(self, shape: PretrainedConfig, layout: Layout, place: int) -> Profile:
+        size = layout.micro_batch * layout.accumulation * layout.data
         train = self.job.config.train.model_copy(update={"global_batch_size": size})
         config = self.job.config.model_copy(update={"train": train})
-        with fake_rank(config, layout, shape, self.rank) as (engine, watch):
+        rank = place * (layout.world_size // layout.pipeline)
+        with fake_rank(config, layout, shape, rank) as (engine, watch):
             marks, batch = Marks(engine, watch), _batch(layout, self.job.length)
             _step(engine, batch, marks)
             begun, before = len(watch.changes), _held(engine, watch)
-            _step(engine, batch, marks)
-            kind_of = before | _held(engine, watch)
+            summed = _step(engine, batch, marks)
+            kind_of = before | summed | _held(engine, watch)
             return profile(marks, begun, kind_of, all_live=self.gpu)
 
 
@@ -187,13 +205,16 @@ def _batch(layout: Layout, length: int) -> Batch:
     return Batch(tokens, tokens.clone(), torch.arange(length).expand(rows, -1))
 
 
-def _step(engine: Engine, batch: Batch, marks: Marks) -> None:
+def _step(engine: Engine, batch: Batch, marks: Marks) -> dict[int, str]:
+    """The kinds of the blocks of all gradients."""
     engine.forward_backward(batch)
     marks.watch.sent.clear()
+    summed = _held(engine, marks.watch)
     marks.note("norm")
     engine.gradient_norm()
     marks.note("update")
     engine.step(True)
+    return summed
 
 
 def _held(engine: Engine, watch: Watch) -> dict[int, str]:

@@ -1,0 +1,141 @@
+"""What a trace foretells is what a step measures; small traces tell of deep models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, PretrainedConfig
+
+from ranks import Ranks
+from rostra.batch import Batch
+from rostra.build import build_engine
+from rostra.build.tuned import tune
+from rostra.config import Config, config_from_dict
+from rostra.events import Events
+from rostra.hardware import Cluster, read_cluster, this_cluster
+from rostra.layout import Layout
+from rostra.memory import measure
+from rostra.models.weights import SeededWeights, model_on_meta
+from rostra.plan import trace
+from rostra.plan.job import job_of
+from rostra.plan.results import Memory
+from rostra.plan.trace import traced
+
+CPU = torch.device("cpu")
+LENGTH, VOCABULARY = 128, 4096
+
+
+def shape_of(layers: int = 4, **sizes: Any) -> PretrainedConfig:
+    values = {"hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 768, **sizes}
+    return AutoConfig.for_model("llama", vocab_size=VOCABULARY, num_hidden_layers=layers, **values)
+
+
+def config_of(layout: Layout) -> Config:
+    tuned = layout.adapter != "none"
+    return config_from_dict(
+        {
+            "model": {"pretrained": "base"} if tuned else {"architecture": "llama"},
+            "data": {
+                "sources": [{"type": "python_docs"}],
+                "sequence_length": LENGTH,
+                "isolate_documents": False,
+                **({} if tuned else {"tokenizer": {"vocabulary": VOCABULARY}}),
+            },
+            "train": {
+                "steps": 10,
+                "global_batch_size": layout.micro_batch * layout.accumulation * layout.data,
+                "micro_batch_size": layout.micro_batch,
+            },
+            "adapter": {"kind": layout.adapter},
+            "quantization": {"kind": layout.quantization},
+        }
+    )
+
+
+def layout_of(**values: Any) -> Layout:
+    return Layout(**{"micro_batch": 2, "accumulation": 1, **values})
+
+
+def measured(layout: Layout) -> int:
+    """Bytes of this rank at the peak of its second step."""
+    config, shape = config_of(layout), shape_of()
+    model, weights = model_on_meta(shape), SeededWeights(shape, 0)
+    if layout.adapter != "none":
+        built = tune(model, weights, config)
+        model, weights = built.model, built.weights
+    engine = build_engine(config, layout, model, CPU, 10, Events(), weights)
+    rows = layout.micro_batch * layout.accumulation
+    tokens = torch.randint(0, VOCABULARY, (rows, LENGTH))
+    batch = Batch(tokens, tokens, torch.arange(LENGTH).expand(rows, -1))
+
+    def step() -> None:
+        engine.forward_backward(batch)
+        engine.gradient_norm()
+        engine.step(True)
+
+    step()
+    whole, optimizers = engine.measured()
+    with measure(whole, *optimizers, device=CPU) as memory:
+        step()
+    engine.close()
+    return memory.bytes["total"]
+
+
+PIPELINE = {"pipeline": 2, "pipeline_schedule": "1f1b", "accumulation": 4}
+MEASURED: dict[str, dict[str, Any]] = {
+    "one process": {"compute": "bf16"},
+    "checkpointing": {"activation_checkpointing": "full", "accumulation": 3},
+    "on the host": {"activation_checkpointing": "offload"},
+    "8-bit states": {"optimizer_states": "int8"},
+    "qlora": {"adapter": "lora", "quantization": "nf4", "compute": "bf16"},
+    "zero1": {"shard": 2, "sharding": "zero1"},
+    "full_shard": {"shard": 2, "sharding": "full_shard", "compute": "bf16", "accumulation": 2},
+    "tensor": {"tensor": 2},
+    "ring": {"context": 2, "context_method": "ring"},
+    "1f1b": PIPELINE,
+}
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_it_is_what_a_step_measures(ranks: Ranks, name: str) -> None:
+    layout = layout_of(**MEASURED[name])
+    alone = layout.world_size == 1
+    found = [measured(layout)] if alone else ranks.run(layout.world_size, measured, layout)
+    assert of(layout, shape_of()).live == pytest.approx(max(found), rel=0.01)
+
+
+def of(layout: Layout, shape: PretrainedConfig, cluster: Cluster | None = None) -> Memory:
+    return traced(job_of(config_of(layout), shape), layout, cluster or this_cluster())
+
+
+DEEP: dict[str, dict[str, Any]] = {
+    "one process": {"accumulation": 4},
+    "every third": {"activation_checkpointing": "every:3"},
+    "full_shard": {
+        "shard": 8, "sharding": "full_shard", "accumulation": 2,
+        "activation_checkpointing": "full",
+    },
+    "gpipe": {**PIPELINE, "pipeline_schedule": "gpipe", "accumulation": 9},
+    "1f1b": PIPELINE,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_small_depths_tell_of_large_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, layers = layout_of(**DEEP[name]), {"gpipe": 4, "1f1b": 18}.get(name, 11)
+    small = of(layout, shape_of(layers))
+    monkeypatch.setattr(trace, "WHOLE", 100)
+    whole = of(layout, shape_of(layers))
+    assert small.live == pytest.approx(whole.live, rel=1e-3)
+    assert {k: size for k, size in small.kinds.items() if size} == pytest.approx(
+        {k: size for k, size in whole.kinds.items() if size}, rel=0.02
+    )
+
+
+def test_a_gpu_holds_the_batch_too() -> None:
+    layout = layout_of(micro_batch=4)
+    here, there = of(layout, shape_of(2)), of(layout, shape_of(2), read_cluster("1xL4"))
+    assert there.live - here.live >= 4 * LENGTH * 24
+    assert there.source == "trace"
