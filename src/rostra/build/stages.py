@@ -64,7 +64,8 @@ def place_stage(
 ) -> Stage:
     """The transforms of one stage, in their order, on a model that is cut already."""
     isolate = config.data.isolate_documents
-    chunk = config.train.loss_chunk or loss_chunk(model.config.get_text_config().vocab_size)
+    vocabulary = model.config.get_text_config().vocab_size
+    chunk = config.train.loss_chunk or loss_chunk(vocabulary, mesh.device.type != "cpu")
     prefix = layout.adapter == "prefix"
     inputs: Inputs = partial(whole_inputs, isolate=isolate, prefix=prefix)
     head = output_head(model) if splits and last else None
@@ -96,10 +97,11 @@ def place_stage(
     return stage
 
 
-def loss_chunk(vocabulary: int) -> int:
-    """Positions whose logits fit into 32 MB of float32, four of which exist at once; more make
-    no product quicker."""
-    return max(1, min(1024, (1 << 23) // vocabulary))
+def loss_chunk(vocabulary: int, on_gpu: bool) -> int:
+    """Positions whose logits exist at once, when nobody says: four times 32 MB of float32, or
+    256 MB on a GPU, where the head's gradient, read and written for each chunk, is what a loss
+    takes longest for. More than 1,024 make no product quicker."""
+    return max(1, min(1024, (1 << (26 if on_gpu else 23)) // vocabulary))
 
 
 def drops_by_key(layout: Layout) -> bool:

@@ -88,7 +88,7 @@ class TrainSection(Section):
     loss_chunk: Count | None = Field(
         None,
         description="positions whose logits exist at once; when not given, as many as make 8 "
-        "million of them, at the most 1024",
+        "million of them, or 67 million on a GPU, at the most 1024",
     )
 
     @model_validator(mode="after")

@@ -169,7 +169,8 @@ class Working:
         """Logits of some positions at a time, whose gradients are taken at once (Hsu et al. 2024,
         arXiv:2410.10989): see `rostra.optim.losses.chunked_cross_entropy`."""
         s, each = self.job.sizes, setting.product
-        rows = min(setting.tokens, self.job.config.train.loss_chunk or loss_chunk(s.vocabulary))
+        chunk = self.job.config.train.loss_chunk or loss_chunk(s.vocabulary, self.device == "gpu")
+        rows = min(setting.tokens, chunk)
         vocabulary = s.vocabulary / x.tensor
         matrix, output = vocabulary * s.hidden, setting.tokens * s.hidden * setting.stream
         lies = FLOAT if trains and setting.stream == FLOAT else each

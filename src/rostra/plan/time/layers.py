@@ -85,6 +85,7 @@ class LayerTimes:
         self, job: Job, device: Device, efficiency: Efficiency, conventions: Conventions
     ) -> None:
         self.job, self.efficiency, self.conventions = job, efficiency, conventions
+        self.on_gpu = device.kind == "gpu"
         self.work = Work(job, conventions)
         self.kernels = Kernels(device, efficiency)
         self.attention = AttentionTimes(job, device, efficiency, conventions)
@@ -210,7 +211,7 @@ class LayerTimes:
         sizes, stream = self.job.sizes, stream_bytes(layout, self.conventions)
         rows = layout.micro_batch * self.job.length / layout.context
         columns, trained = sizes.vocabulary / layout.tensor, layout.adapter == "none"
-        asked = self.job.config.train.loss_chunk or loss_chunk(sizes.vocabulary)
+        asked = self.job.config.train.loss_chunk or loss_chunk(sizes.vocabulary, self.on_gpu)
         chunk = rows if self.conventions.whole_logits else min(rows, asked)
         chunks, precision = rows / chunk, PRODUCTS[layout.compute]
         precision = "bf16" if precision == "fp8" else precision
