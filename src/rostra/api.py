@@ -268,8 +268,8 @@ def plan(
     trace: bool = True,
     notice: Callable[[str], None] = print,
 ) -> Explanation:
-    """What fits, how fast, at what price: the plan of a config (or its file, with `overrides`),
-    or of a model by its name.
+    """What fits, how fast, at what price: the plan of a config or its file, or of a model by
+    its name; with `overrides`, of a file or a model.
 
     `method`, `length`, `global_batch` and `tokens` change what the config says, `price` what an
     hour of a device costs; `allow` names techniques that may be used beside, such as `qlora` or
@@ -287,7 +287,7 @@ def plan(
     )
     if config is not None and not isinstance(config, Config):
         config = Run.open(config, overrides, ranks=cluster.devices).config
-    asked = Request(model, method, length, global_batch, tokens)
+    asked = Request(model, method, length, global_batch, tokens, tuple(overrides))
     job, notes = asked.job(config, cluster.devices)
     return explain(make_plan(job, cluster, allow, goal, trace=trace, notes=notes))
 

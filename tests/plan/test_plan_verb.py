@@ -259,3 +259,13 @@ def test_out_of_memory_says_what_was_expected_and_what_to_change() -> None:
         explain_out_of_memory({"optimizer": 10**9}),
     ):
         raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+def test_a_model_by_name_takes_values_of_a_config() -> None:
+    sharded = planned(
+        "--model", "meta-llama/Llama-3.2-1B", "--method", "lora", "--hardware", "2xL4",
+        "--set", "adapter.rank=64", "--set", "parallel.sharding=full_shard",
+    )  # fmt: skip
+    assert sharded["chosen"]["layout"]["sharding"] == "full_shard"
+    done = rostra("plan", "--model", "gpt2", "--hardware", "1xL4", "--set", "parallel.shards=2")
+    refused(done, "parallel.shards", "parallel.shard")

@@ -31,6 +31,7 @@ class Request:
     length: int | None = None
     global_batch: int | None = None
     tokens: int | None = None
+    overrides: tuple[str, ...] = ()  # `section.key=value`, of a run that no config describes
 
     def job(self, config: Config | None, devices: int) -> tuple[Job, tuple[str, ...]]:
         """The job, and what was assumed to make it. Raises RequestError when there is neither
@@ -100,14 +101,17 @@ def _config_of(
     assumed += [f"{what} {v} ({flag})" for what, (flag, said, v) in values.items() if said is None]
     if method != "full":
         assumed.append(f"LoRA of rank {AdapterTable().rank} on every linear layer")
-    return config_from_dict(
-        {
-            "run": {"name": "plan"},
-            "model": {"pretrained": model},
-            "data": {"sources": [{"type": "text", "path": "."}], "sequence_length": length},
-            "train": {"tokens": request.tokens or TOKENS, "global_batch_size": samples},
-        }
-    )
+    sections: dict[str, Any] = {
+        "run": {"name": "plan"},
+        "model": {"pretrained": model},
+        "data": {"sources": [{"type": "text", "path": "."}], "sequence_length": length},
+        "train": {"tokens": request.tokens or TOKENS, "global_batch_size": samples},
+    }
+    if method != "full":
+        sections["adapter"] = {"kind": "lora"}
+    if method == "qlora":
+        sections["quantization"] = {"kind": "nf4"}
+    return config_from_dict(sections, request.overrides)
 
 
 def shape_of(config: Config, assumed: list[str]) -> PretrainedConfig:
