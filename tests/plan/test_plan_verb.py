@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from rostra import Run
 from rostra.config import config_from_dict
@@ -244,6 +246,16 @@ def test_a_model_that_cannot_fit_is_not_started(tiny: Tiny) -> None:
     layout, _ = plan_run(start_of(values), told.append)  # what is fixed is tried
     assert layout.micro_batch == 1
     assert any("no layout fits" in message for message in told)
+
+
+def test_a_model_beyond_the_planner_trains_without_a_plan(tiny: Tiny) -> None:
+    start = start_of(tiny())
+    other = AutoConfig.for_model("mamba", num_hidden_layers=2, hidden_size=64)  # no attention
+    told: list[str] = []
+    layout, plan = plan_run(replace(start, shape=other), told.append)
+    assert plan is None
+    assert layout.micro_batch == 4
+    assert any("without a plan" in message for message in told)
 
 
 def test_out_of_memory_says_what_was_expected_and_what_to_change() -> None:

@@ -10,7 +10,7 @@ import torch
 from transformers import PretrainedConfig
 
 from rostra.config import Config
-from rostra.errors import NoLayoutFits, RequestError
+from rostra.errors import NoLayoutFits
 from rostra.hardware import Cluster, this_cluster
 from rostra.layout import Layout
 from rostra.plan.job import Job, job_of
@@ -43,7 +43,6 @@ def plan_run(start: Start, notice: Callable[[str], None]) -> tuple[Layout, Plan 
     the layout open.
     """
     sound = choose_layout(start.config, start.device, start.parameters, start.tokens, start.ranks)
-    job = _job(start, sound)
     limits = Limits(
         ranks=start.ranks,
         compile=sound.compile,
@@ -53,16 +52,16 @@ def plan_run(start: Start, notice: Callable[[str], None]) -> tuple[Layout, Plan 
         nvme=False,
     )
     try:
-        cluster = _cluster(start, notice)
+        job, cluster = _job(start, sound), _cluster(start, notice)
         plan = make_plan(job, cluster, limits=limits)
         if start.before is not None and (kept := _kept(start.before, job, cluster, limits)):
             return kept, replace(plan, chosen=assess(job, cluster, kept))
         if plan.chosen is None:
             plan = _unfitting(plan, sound, notice)
-    except (NoLayoutFits, RequestError):
+    except NoLayoutFits:
         raise
     except Exception as error:  # a model of an unknown family must train all the same
-        notice(f"no plan can be made for this model ({type(error).__name__}: {error})")
+        notice(f"trains without a plan, which cannot be made ({type(error).__name__}: {error})")
         return sound, None
     assert plan.chosen is not None
     return plan.chosen.layout, plan
