@@ -101,11 +101,11 @@ def fake_rank(
     _check(layout, rank)
     computed = "bf16" if layout.compute == "fp8" else layout.compute
     layout = replace(layout, compile=False, compute=computed)
-    one_document = not config.data.isolate_documents
-    watch = Watch(one_document, sends=2 if layout.pipeline_schedule == "1f1b" else None)
-    # what transformers asks of positions is whether all are of one document
+    watch = Watch(sends=2 if layout.pipeline_schedule == "1f1b" else None)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with fake_group(rank, layout), masks_as_in_training():
+    # of documents apart from each other a mask is made in any case
+    masks = nullcontext() if config.data.isolate_documents else masks_as_in_training()
+    with fake_group(rank, layout), masks:
         model = model_on_meta(shape)
         quantize_model(model, config.quantization)
         add_adapter(model, config.adapter)

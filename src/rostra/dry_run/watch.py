@@ -34,14 +34,12 @@ class Watch(TorchDispatchMode):
     `changes` are what happened to memory, in order: the number of a block, and bytes taken or,
     negative, given back. `roles` has the blocks that were seen in an exchange, by what for.
     `calls` counts collectives by kind. A fake tensor has no value to be read: a number is 1, so
-    that losses and norms are finite, and a condition is `true` or not. What is sent to another
-    rank of a pipeline lives on until somebody waits for it: the last `sends` of them, or all, are
-    in `sent`.
+    that losses and norms are finite, and a condition is true. What is sent to another rank of a
+    pipeline lives on until somebody waits for it: the last `sends` of them, or all, are in `sent`.
     """
 
-    def __init__(self, true: bool = True, sends: int | None = None) -> None:
+    def __init__(self, sends: int | None = None) -> None:
         super().__init__()
-        self.true = true
         self.sent: deque[Any] = deque(maxlen=sends)
         self.calls: Counter[str] = Counter()
         self.changes: list[tuple[int, int]] = []
@@ -58,8 +56,6 @@ class Watch(TorchDispatchMode):
         if function is torch.ops.aten._local_scalar_dense.default:
             with suppress(DataDependentOutputException):  # of what has a value
                 return function(*args)
-            if args[0].dtype == torch.bool:
-                return self.true
             return 1.0 if args[0].is_floating_point() else 1
         result = function(*args, **(kwargs or {}))
         name = function.overloadpacket.__name__

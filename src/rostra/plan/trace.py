@@ -37,8 +37,9 @@ INPUTS = 3 * 8  # bytes of a position: its token, its label, where it is in its 
 def traced(job: Job, layout: Layout, cluster: Cluster) -> Memory:
     """Memory over a step of the rank that needs most, and its source `trace`.
 
-    Nothing is told of loading and of saving, nor of what a device keeps beside tensors. fp8 is
-    taken as bf16, and of what is compiled the closed formulas tell how much less it keeps.
+    Nothing is told of the host, of loading and of saving, nor of what a device keeps beside
+    tensors. fp8 is taken as bf16, and of what is compiled the closed formulas tell how much less
+    it keeps.
 
     Raises RequestError for what cannot be trained, as `rostra.dry_run` does.
     """
@@ -137,8 +138,9 @@ class _Trace:
         uncounted = self.layout.accumulation - counted if self.layout.pipeline > 1 else 0
         rows = uncounted + self.gpu * self.layout.accumulation
         inputs = INPUTS * rows * self.layout.micro_batch * self.job.length
+        away = dict.fromkeys(_away(self.layout), 0) if self.gpu else {}
         return {
-            at: kinds | {"activations": kinds["activations"] + inputs}
+            at: kinds | {"activations": kinds["activations"] + inputs} | away
             for at, kinds in found.items()
         }
 
@@ -186,6 +188,14 @@ class _Trace:
             summed = _step(engine, batch, marks)
             kind_of = before | summed | _held(engine, watch)
             return profile(marks, begun, kind_of, all_live=self.gpu)
+
+
+def _away(layout: Layout) -> Iterator[str]:
+    """Kinds that are not on the device: a CPU's memory is both."""
+    if layout.offload_parameters != "none":
+        yield from ("parameters", "gradients")
+    if layout.offload_optimizer != "none" or layout.offload_parameters != "none":
+        yield "optimizer"
 
 
 def with_depth(shape: PretrainedConfig, layers: int) -> PretrainedConfig:
