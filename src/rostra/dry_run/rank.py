@@ -36,6 +36,7 @@ from rostra.parallel.engine import SAMPLED
 from rostra.parallel.held import local
 from rostra.parallel.in_backward import InBackwardEngine
 from rostra.parallel.mesh import DATA, DIMENSIONS
+from rostra.parallel.pipeline import SEVERAL
 from rostra.parallel.single import OnHost
 from rostra.parallel.stage import AUTOCAST
 from rostra.workers.group import leave
@@ -101,7 +102,7 @@ def fake_rank(
     _check(layout, rank)
     computed = "bf16" if layout.compute == "fp8" else layout.compute
     layout = replace(layout, compile=False, compute=computed)
-    watch = Watch(sends=2 if layout.pipeline_schedule == "1f1b" else None)
+    watch = Watch(keeps_sent=layout.pipeline_schedule in SEVERAL and layout.context == 1)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     # of documents apart from each other a mask is made in any case
     masks = nullcontext() if config.data.isolate_documents else masks_as_in_training()

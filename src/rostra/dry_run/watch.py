@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,13 +34,14 @@ class Watch(TorchDispatchMode):
     `changes` are what happened to memory, in order: the number of a block, and bytes taken or,
     negative, given back. `roles` has the blocks that were seen in an exchange, by what for.
     `calls` counts collectives by kind. A fake tensor has no value to be read: a number is 1, so
-    that losses and norms are finite, and a condition is true. What is sent to another rank of a
-    pipeline lives on until somebody waits for it: the last `sends` of them, or all, are in `sent`.
+    that losses and norms are finite, and a condition is true. With several stages on a rank, the
+    schedule waits at its end for what was sent, which lives on until then: it is in `sent`.
     """
 
-    def __init__(self, sends: int | None = None) -> None:
+    def __init__(self, keeps_sent: bool = False) -> None:
         super().__init__()
-        self.sent: deque[Any] = deque(maxlen=sends)
+        self.keeps_sent = keeps_sent
+        self.sent: list[Any] = []
         self.calls: Counter[str] = Counter()
         self.changes: list[tuple[int, int]] = []
         self.roles: dict[int, str] = {}
@@ -62,7 +63,7 @@ class Watch(TorchDispatchMode):
         if function.namespace in ("c10d", "_c10d_functional"):
             short = name.replace("_", "")
             self.calls.update(k for k in COLLECTIVES if short.startswith(k.replace("_", "")))
-            if name == "send":
+            if name == "send" and self.keeps_sent:
                 self.sent.append(args[0])
         role = _role(function.namespace, name)
         for x in tree_leaves((args, kwargs, result)):
