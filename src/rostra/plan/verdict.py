@@ -138,7 +138,8 @@ def _first(plan: Plan, tries: list[tuple[Change, ...]]) -> Way | None:
 
 def fitting(job: Job, cluster: Cluster) -> Candidate | None:
     """A layout of `job` that fits all of `cluster`, if any does: the first that is found."""
-    limits = Limits(ranks=cluster.devices, compile=False)
+    one = None if job.config.memory.optimizer_in_backward else 1  # sample at once: the least
+    limits = Limits(ranks=cluster.devices, compile=False, positions=one)
     models = Models(MemoryModel(job, cluster), lambda _: _NO_TIME, room_of(cluster))
     for block in Space(job, cluster, limits).blocks():
         found = search([block], models)
