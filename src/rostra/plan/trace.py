@@ -38,20 +38,17 @@ def traced(job: Job, layout: Layout, cluster: Cluster) -> Memory:
     """Memory over a step of the rank that needs most, and its source `trace`.
 
     Nothing is told of the host, of loading and of saving, nor of what a device keeps beside
-    tensors. fp8 is taken as bf16, and of what is compiled the closed formulas tell how much less
-    it keeps.
+    tensors. fp8 is taken as bf16. What a compiler keeps no trace sees: for a compiled layout the
+    answer is that of the closed formulas, with their source.
 
     Raises RequestError for what cannot be trained, as `rostra.dry_run` does.
     """
+    if layout.compile:
+        return MemoryModel(job, cluster)(layout)
     gpu = cluster.device.kind == "gpu"
     places = _Parts(job.shape, layout).places()
     found = [peak(_Trace(job, layout, place, gpu).profile()) for place in places]
     kinds = max(found, key=lambda kinds: sum(kinds.values()))
-    if layout.compile:
-        model = MemoryModel(job, cluster)
-        eager, compiled = (model(x).kinds for x in (replace(layout, compile=False), layout))
-        for kind in ("activations", "logits"):
-            kinds[kind] = round(kinds[kind] * compiled[kind] / (eager[kind] or 1))
     return Memory(kinds, source="trace")
 
 
