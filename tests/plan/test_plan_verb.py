@@ -281,3 +281,16 @@ def test_a_model_by_name_takes_values_of_a_config() -> None:
     assert sharded["chosen"]["layout"]["sharding"] == "full_shard"
     done = rostra("plan", "--model", "gpt2", "--hardware", "1xL4", "--set", "parallel.shards=2")
     refused(done, "parallel.shards", "parallel.shard")
+
+
+def test_it_says_which_memory_there_is_too_little_of() -> None:
+    done = rostra(
+        "plan", "--model", "meta-llama/Llama-2-70b-hf", "--hardware", "8xA100-80GB", "--no-trace",
+        "--set", "parallel={shard: 8, sharding: full_shard}",
+        "--set", "memory.offload={parameters: cpu, optimizer: cpu}",
+    )  # fmt: skip
+    fails(done, "of host memory that a rank has, while a checkpoint is saved")
+    done = rostra(
+        "plan", "--model", "gpt2", "--hardware", "8xA100-80GB", "--set", "parallel.tensor=4"
+    )
+    fails(done, "the projections of a gpt2 cannot be split")

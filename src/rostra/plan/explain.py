@@ -15,8 +15,9 @@ from rich.text import Text
 from rostra.errors import NoLayoutFits
 from rostra.layout import KEYS, Layout, refusals
 from rostra.plan.job import Job
-from rostra.plan.planner import Plan, assess, shortage_told
+from rostra.plan.planner import Plan, assess
 from rostra.plan.results import KINDS, Candidate
+from rostra.plan.shortage import shortage_told
 from rostra.plan.space import Space
 from rostra.plan.techniques import TECHNIQUES, adds
 from rostra.plan.verdict import Verdict, Way, verdicts, ways_to_fit

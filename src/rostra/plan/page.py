@@ -10,8 +10,8 @@ from rich.filesize import decimal
 
 from rostra.errors import RequestError
 from rostra.plan.explain import Explanation, counts, headline, in_yaml, row_of
-from rostra.plan.planner import shortage_told
 from rostra.plan.results import KINDS, Candidate
+from rostra.plan.shortage import shortage_told
 
 
 def write_page(told: Explanation, path: Path) -> None:

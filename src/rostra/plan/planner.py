@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
-from rich.filesize import decimal
 
 from rostra.hardware import Cluster
 from rostra.layout import Layout
@@ -264,24 +263,4 @@ def room_of(cluster: Cluster) -> Room:
         host=int(node.host_memory_bytes * (1 - HOST_SPARE)),
         nvme=int(node.nvme_bytes * (1 - HOST_SPARE)),
         ranks_per_node=node.devices,
-    )
-
-
-def shortage_told(plan: Plan) -> str:
-    """Why nothing fits, in a sentence."""
-    where = plan.cluster.name or plan.cluster.device.name
-    miss = plan.found.nearest()
-    if miss is None:
-        return (
-            f"no layout of this config is legal on {where}: what `parallel`, `memory` and "
-            "`train.global_batch_size` fix cannot be combined there; leave parallel: auto"
-        )
-    memory = plan.candidate(miss).memory
-    kinds = sorted(memory.kinds.items(), key=lambda x: -x[1])[:3]
-    most = ", ".join(f"{kind} {decimal(size)}" for kind, size in kinds if size)
-    return (
-        f"no layout fits {where}: of {plan.considered:,} the nearest "
-        f"({miss.layout.describe()}, {miss.layout.micro_batch} samples at once) needs "
-        f"{decimal(miss.peak)} of the {decimal(plan.room.device)} that a device has to give "
-        f"({most})"
     )

@@ -14,7 +14,8 @@ from rostra.errors import NoLayoutFits
 from rostra.hardware import Cluster, this_cluster
 from rostra.layout import Layout
 from rostra.plan.job import Job, job_of
-from rostra.plan.planner import Plan, assess, make_plan, shortage_told
+from rostra.plan.planner import Plan, assess, make_plan
+from rostra.plan.shortage import shortage_told
 from rostra.plan.space import Limits, Space
 from rostra.train.choose import POSITIONS, choose_layout, full_rows
 

@@ -1,0 +1,71 @@
+"""Why a plan found nothing: what there is too little of, or what cannot be combined."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rich.filesize import decimal
+
+from rostra.build.check import check_layout
+from rostra.errors import RequestError
+from rostra.layout import Layout, refusals
+from rostra.plan.axes import choose_axes
+from rostra.plan.planner import Plan
+from rostra.plan.results import Memory
+from rostra.plan.search import Room
+
+
+def shortage_told(plan: Plan) -> str:
+    """Why nothing fits, in a sentence."""
+    where = plan.cluster.name or plan.cluster.device.name
+    miss = plan.found.nearest()
+    if miss is None:
+        return (
+            f"no layout of this config is legal on {where}: {_refused(plan)}; leave what is "
+            "fixed to the plan (parallel: auto)"
+        )
+    memory = plan.candidate(miss).memory
+    return (
+        f"no layout fits {where}: of {plan.considered:,} the nearest "
+        f"({miss.layout.describe()}, {miss.layout.micro_batch} samples at once) needs "
+        f"{' and '.join(_lacking(plan.room, memory, miss.layout.world_size))}"
+    )
+
+
+def _lacking(room: Room, memory: Memory, ranks: int) -> Iterator[str]:
+    """What a layout needs of each kind of memory that there is too little of."""
+    if memory.peak > room.device:
+        kinds = sorted(memory.kinds.items(), key=lambda x: -x[1])[:3]
+        most = ", ".join(f"{kind} {decimal(size)}" for kind, size in kinds if size)
+        of = f"{decimal(room.device)} that a device has to give"
+        yield f"{decimal(memory.peak)} of the {of} ({most})"
+    beside = min(ranks, room.ranks_per_node)
+    uses = {
+        "while it trains": memory.host,
+        "while the model is loaded": memory.loading_host,
+        "while a checkpoint is saved": memory.saving_host,
+    }
+    when = max(uses, key=lambda use: uses[use])
+    if uses[when] > room.host // beside:
+        host = decimal(room.host // beside)
+        yield f"{decimal(uses[when])} of the {host} of host memory that a rank has, {when}"
+    if memory.nvme > room.nvme // beside:
+        yield f"{decimal(memory.nvme)} of the {decimal(room.nvme // beside)} of NVMe of a rank"
+
+
+def _refused(plan: Plan) -> str:
+    """Why none of what the config fixes is legal."""
+    table, ranks = plan.job.config.parallel, plan.cluster.devices
+    if table != "auto":
+        try:
+            axes = choose_axes(table, ranks)
+            schedule = table.schedule or ("1f1b" if axes["pipeline"] > 1 else "none")
+            fixed: dict[str, Any] = {"engine": table.engine, "stages": table.stages}
+            layout = Layout(1, axes["pipeline"], pipeline_schedule=schedule, **axes, **fixed)
+            if refused := refusals(layout):
+                return refused[0](layout)
+            check_layout(plan.job.config, layout, plan.job.shape)
+        except RequestError as error:
+            return str(error)
+    return "what `parallel`, `memory` and `train.global_batch_size` fix cannot be combined there"
