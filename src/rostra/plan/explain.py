@@ -283,9 +283,18 @@ def _layouts(plan: Plan, shown: list[Candidate]) -> Table:
     for index, name in enumerate(rows[0]):
         justify: Any = "left" if index == 0 else "right"
         table.add_column(name, header_style="bold", justify=justify, overflow="fold")
-    for index, row in enumerate(rows):
-        table.add_row(*map(Text, row.values()), style="bold" if index == 0 else None)
+    names = apart([row["layout"] for row in rows])
+    for index, (row, name) in enumerate(zip(rows, names, strict=True)):
+        cells = {**row, "layout": f"{index + 1}  {name}"}
+        table.add_row(*map(Text, cells.values()), style="bold" if index == 0 else None)
     return table
+
+
+def apart(described: list[str]) -> list[str]:
+    """Layouts in words without what is the same in all of them, where there are several."""
+    each = [text.split(", ") for text in described]
+    common = set(each[0]).intersection(*each) if len(each) > 1 else set()
+    return [", ".join(p for p in parts if p not in common) or "as all" for parts in each]
 
 
 def _bars(plan: Plan, shown: list[Candidate], console: Console) -> Group:
