@@ -1,6 +1,6 @@
 """Published peaks of memory beside what the formulas foretell: `rostra.plan.memory`.
 
-    python benchmarks/published_memory.py ../shared/data/published/torchtitan_llama3.csv
+    python benchmarks/published_memory.py PATH/torchtitan_llama3.csv
 
 The rows are torchtitan's, of Llama 3 on H100s (its `benchmarks` folder, December 2024): what
 PyTorch's allocator had reserved at the peak, on the worst rank. torchtitan is described as a

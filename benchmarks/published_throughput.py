@@ -1,7 +1,9 @@
 """Predicted and published throughput, row by row: MPT by llm-foundry on A100s and H100s, Llama 3
 by torchtitan on H100s. The files are CSV tables with a row a measurement; see docs/plan-time.md.
 
-    python benchmarks/published_throughput.py [FOLDER] [--json]
+    python benchmarks/published_throughput.py FOLDER [--parts] [--json]
+
+FOLDER has mpt_throughput.csv and torchtitan_llama3.csv.
 """
 
 from __future__ import annotations
@@ -39,7 +41,6 @@ GPUS_OF = {
 }
 LENGTHS, GPUS = (1024, 4096, 16384), (16, 64, 256)  # of rows held out while choosing constants
 ELSE = Path(__file__).parent / "published_elsewhere.csv"
-FOLDER = Path(__file__).parents[1] / "../shared/data/published"
 PARTS = ("compute", "memory", "recompute", "bubble", "optimizer", "overhead")
 
 # llm-foundry: FSDP of PyTorch 2.0 with bf16 activations, fused LayerNorm and cross-entropy,
@@ -306,7 +307,7 @@ def summary(found: list[Row]) -> dict[str, dict[str, float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("folder", nargs="?", type=Path, default=FOLDER)
+    parser.add_argument("folder", type=Path)
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--parts", action="store_true", help="what each step goes to")
     asked = parser.parse_args()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import importlib.util
 import statistics
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -215,23 +214,6 @@ def test_a_family_that_the_formulas_have_never_seen() -> None:
     memory = MemoryModel(sought, MACHINE)(layout)
     assert memory.source == "linears"
     assert memory.live == pytest.approx(traced(sought, layout, MACHINE).live, rel=0.15)
-
-
-def test_a_hundred_thousand_layouts_are_seconds() -> None:
-    model, _ = large(shard=8, sharding="full_shard")
-    layouts = [
-        Layout(micro, steps, shard=shard, sharding=sharding, tensor=tensor,  # type: ignore[arg-type]
-               activation_checkpointing=mode, compute="bf16")
-        for micro in (1, 2, 4, 8) for steps in (1, 2, 4, 8) for shard in (2, 4, 8)
-        for sharding in ("full_shard", "shard_grad_op") for tensor in (1, 2)
-        for mode in ("none", "full", "selective:operations")
-    ]  # fmt: skip
-    for layout in layouts:
-        model(layout)
-    began = time.process_time()
-    for layout in layouts:
-        model(layout)
-    assert (time.process_time() - began) / len(layouts) < 100e-6
 
 
 PUBLISHED = Path(__file__).parents[3] / "shared/data/published/torchtitan_llama3.csv"

@@ -5,10 +5,8 @@ from __future__ import annotations
 import copy
 import importlib.util
 import sys
-import time
 from collections import defaultdict
 from dataclasses import replace
-from itertools import product
 from math import isclose
 from pathlib import Path
 from statistics import mean
@@ -345,21 +343,6 @@ def test_pointwise_work_is_what_operations_move(family: str) -> None:
     counted = [(more - less - casts) / length for more, less in pairs]
     assert told.forward == pytest.approx(counted[0], rel=0.1)
     assert told.backward == pytest.approx(counted[1], rel=0.1)
-
-
-def test_a_layout_takes_microseconds() -> None:
-    model = TimeModel(job(), read_cluster("64xH100"))
-    sizes, modes = (1, 2, 4, 8), ("none", "full", "every:2")
-    layouts = [
-        Layout(m, a, shard=s, tensor=t, sharding="full_shard", activation_checkpointing=c)
-        for m, a, s, t, c in product(sizes, sizes, sizes, sizes, modes)
-    ]
-    for layout in layouts:
-        model(layout)
-    began = time.process_time()
-    for layout in layouts:
-        model(layout)
-    assert (time.process_time() - began) / len(layouts) < 60e-6
 
 
 @pytest.mark.skipif(not PUBLISHED.is_dir(), reason="the published tables are not here")
