@@ -336,16 +336,23 @@ def _effects(plan: Plan, found: Sequence[Effect]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("technique", "memory of a device", "time of a step", ""):
         table.add_column(name, header_style="bold", justify="left")
-    step = plan.chosen.time.step
     for x in found:
-        name = f"without {x.technique}" if x.used else f"with {x.technique}"
-        if x.candidate is None:
-            table.add_row(name, "", "", Text(f"not here: {x.reason}", style="dim"))
-            continue
-        memory = f"{'+' if x.bytes >= 0 else '-'}{decimal(abs(x.bytes))}"
-        fits = "" if x.fits else "does not fit"
-        table.add_row(name, memory, f"{x.seconds / step:+.0%}", fits)
+        row = effect_row(x, plan.chosen.time.step)
+        table.add_row(*list(row.values())[:3], Text(row["remark"], style="dim"))
     return table
+
+
+def effect_row(x: Effect, step: float) -> dict[str, str]:
+    """An effect in words, beside a chosen layout whose step takes so long."""
+    row = {"technique": f"{'without' if x.used else 'with'} {x.technique}"}
+    if x.candidate is None:
+        return {**row, "memory": "", "time": "", "remark": f"not here: {x.reason}"}
+    return {
+        **row,
+        "memory": f"{'+' if x.bytes >= 0 else '-'}{decimal(abs(x.bytes))}",
+        "time": f"{x.seconds / step:+.0%}",
+        "remark": "" if x.fits else "does not fit",
+    }
 
 
 def _misses(misses: list[Verdict]) -> Table:

@@ -9,7 +9,7 @@ import jinja2
 from rich.filesize import decimal
 
 from rostra.errors import RequestError
-from rostra.plan.explain import Explanation, counts, headline, in_yaml, row_of
+from rostra.plan.explain import Explanation, counts, effect_row, headline, in_yaml, row_of
 from rostra.plan.results import KINDS, Candidate
 from rostra.plan.shortage import shortage_told
 
@@ -41,7 +41,7 @@ def page(told: Explanation) -> str:
         bars=[_bar(x, plan.cluster.device.memory_bytes) for x in shown],
         kinds=_kinds(shown),
         front=[row_of(plan, x) for x in plan.front[:30]],
-        effects=[_effect(x, plan.chosen) for x in told.effects],
+        effects=[effect_row(x, plan.chosen.time.step) for x in told.effects] if plan.chosen else [],
         why_not=told.why_not,
         ways=told.ways,
     )
@@ -59,21 +59,3 @@ def _bar(x: Candidate, room: int) -> dict[str, Any]:
     parts = [{"kind": k, "bytes": n, "share": 100 * n / room} for k, n in sizes.items()]
     told = ", ".join(f"{kind} {decimal(size)}" for kind, size in sizes.items())
     return {"layout": x.layout.describe(), "parts": parts, "told": told, "peak": x.memory.peak}
-
-
-def _effect(x: Any, chosen: Candidate | None) -> dict[str, str]:
-    assert chosen is not None
-    row = {
-        "technique": f"{'without' if x.used else 'with'} {x.technique}",
-        "memory": "",
-        "time": "",
-    }
-    if x.candidate is None:
-        return {**row, "remark": f"not here: {x.reason}"}
-    sign = "+" if x.bytes >= 0 else "−"
-    return {
-        **row,
-        "memory": f"{sign}{decimal(abs(x.bytes))}",
-        "time": f"{x.seconds / chosen.time.step:+.0%}",
-        "remark": "" if x.fits else "does not fit",
-    }

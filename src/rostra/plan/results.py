@@ -52,6 +52,11 @@ class Memory:
         reserved = self.kinds.get("reserved", 0)
         return max(self.total, self.loading + reserved, self.saving + reserved)
 
+    @property
+    def host_peak(self) -> int:
+        """What the host must have for this rank, likewise."""
+        return max(self.host, self.loading_host, self.saving_host)
+
 
 @dataclass(frozen=True)
 class Time:

@@ -35,14 +35,19 @@ class Room:
     nvme: int = 0  # of a node
     ranks_per_node: int = 1
 
+    def host_of(self, ranks: int) -> int:
+        """Bytes of the host's memory for each of so many ranks."""
+        return self.host // min(ranks, self.ranks_per_node)
+
+    def nvme_of(self, ranks: int) -> int:
+        return self.nvme // min(ranks, self.ranks_per_node)
+
     def shortage(self, memory: Memory, ranks: int) -> int:
         """Bytes of a rank that have no room; 0 when all fits."""
-        beside = min(ranks, self.ranks_per_node)
-        host = max(memory.host, memory.loading_host, memory.saving_host)
         return (
             max(0, memory.peak - self.device)
-            + max(0, host - self.host // beside)
-            + max(0, memory.nvme - self.nvme // beside)
+            + max(0, memory.host_peak - self.host_of(ranks))
+            + max(0, memory.nvme - self.nvme_of(ranks))
         )
 
 

@@ -40,18 +40,17 @@ def _lacking(room: Room, memory: Memory, ranks: int) -> Iterator[str]:
         most = ", ".join(f"{kind} {decimal(size)}" for kind, size in kinds if size)
         of = f"{decimal(room.device)} that a device has to give"
         yield f"{decimal(memory.peak)} of the {of} ({most})"
-    beside = min(ranks, room.ranks_per_node)
-    uses = {
-        "while it trains": memory.host,
-        "while the model is loaded": memory.loading_host,
-        "while a checkpoint is saved": memory.saving_host,
-    }
-    when = max(uses, key=lambda use: uses[use])
-    if uses[when] > room.host // beside:
-        host = decimal(room.host // beside)
-        yield f"{decimal(uses[when])} of the {host} of host memory that a rank has, {when}"
-    if memory.nvme > room.nvme // beside:
-        yield f"{decimal(memory.nvme)} of the {decimal(room.nvme // beside)} of NVMe of a rank"
+    if memory.host_peak > (host := room.host_of(ranks)):
+        uses = {
+            memory.host: "while it trains",
+            memory.loading_host: "while the model is loaded",
+            memory.saving_host: "while a checkpoint is saved",
+        }
+        needed = decimal(memory.host_peak)
+        when = uses[memory.host_peak]
+        yield f"{needed} of the {decimal(host)} of host memory that a rank has, {when}"
+    if memory.nvme > (nvme := room.nvme_of(ranks)):
+        yield f"{decimal(memory.nvme)} of the {decimal(nvme)} of NVMe of a rank"
 
 
 def _refused(plan: Plan) -> str:
