@@ -19,10 +19,11 @@ from rostra.config import Config, config_from_dict
 from rostra.errors import RequestError
 from rostra.hardware import Cluster, Device, Link, Node
 from rostra.layout import Layout, Schedule, Sharding, explain, refusals
+from rostra.plan.choice import choose
 from rostra.plan.job import Job, job_of
 from rostra.plan.memory import MemoryModel
 from rostra.plan.results import Memory, Time
-from rostra.plan.search import STATIC, Entry, Found, Models, Room, search, simplicity
+from rostra.plan.search import STATIC, Entry, Found, Models, Room, parts_of, search, simplicity
 from rostra.plan.space import CHECKPOINTING, Limits, Space
 from rostra.plan.techniques import TECHNIQUES, techniques_of, variants
 from rostra.plan.time import TimeModel
@@ -209,7 +210,8 @@ def brute(space: Space, models: Models) -> list[Entry]:
         memory = models.memory(layout)
         if not models.room.shortage(memory, layout.world_size):
             seconds = models.time(layout).step
-            fitting.append(Entry(seconds, memory.peak, layout.world_size, layout, 0))
+            parts = parts_of(layout)
+            fitting.append(Entry(seconds, memory.peak, layout.world_size, layout, 0, parts))
     return fitting
 
 
@@ -232,6 +234,7 @@ def test_the_search_finds_what_looking_at_all_finds(seed: int, room: float) -> N
     for goal, key in keys:
         expected = min(all_of_them, key=lambda x: (key(x), simplicity(x.layout)), default=None)
         assert found.best(goal) == expected
+        assert _worth(choose(found.bests.values(), goal)) == _worth(choose(all_of_them, goal))
     front = {_values(x) for x in found.front}
     values = {_values(x) for x in all_of_them}
     assert front == {v for v in values if not any(_beats(w, v) for w in values)}
@@ -252,6 +255,24 @@ def test_the_search_is_exact_under_the_plans_own_models() -> None:
     cheapest = found.best("cheapest")
     assert cheapest is not None
     assert cheapest.seconds * cheapest.ranks == min(x.seconds * x.ranks for x in all_of_them)
+
+
+def _worth(x: Entry | None) -> Any:
+    return x and (x.seconds, x.ranks, x.parts)
+
+
+def test_what_is_hardly_faster_is_not_chosen() -> None:
+    """Time and devices as a search has them; the simplest of those within 3%."""
+    plain = Entry(1.02, 0, 8, Layout(1, 1, shard=8, sharding="full_shard"), 0)
+    split = Layout(1, 1, shard=4, tensor=2, sharding="full_shard")
+    tensor = Entry(1.0, 0, 8, split, 0, parts_of(split))
+    fewer = Entry(1.03, 0, 4, Layout(1, 2, replicate=4), 0)
+    assert choose([tensor, plain], "fastest") == plain
+    assert choose([tensor, replace(plain, seconds=1.04)], "fastest") == tensor
+    assert choose([tensor, plain, fewer], "fastest") == fewer  # half the price for the same
+    assert choose([tensor, plain, replace(fewer, seconds=2.05)], "cheapest") == plain
+    assert choose([tensor, plain, replace(fewer, seconds=3.0)], "fewest").ranks == 4
+    assert choose([], "cheapest") is None
 
 
 def _values(x: Entry) -> tuple[float, float, int, int]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import torch.distributed as dist
 
 from rostra.hardware import Cluster
 from rostra.layout import Layout
+from rostra.plan.choice import ABOUT, choose
 from rostra.plan.job import Job
 from rostra.plan.memory import MemoryModel
 from rostra.plan.results import Candidate, Memory, Time
@@ -23,7 +25,6 @@ from rostra.plan.time import TimeModel
 # the host, what else lives there.
 SPARE = {"gpu": 0.03, "cpu": 0.1}
 HOST_SPARE = 0.1
-ABOUT = 1.03  # times as much is about the same
 SHOWN = 6  # strategies beside the chosen one
 _TRACES = 4  # layouts that are traced before the rest is left to the formulas
 
@@ -119,7 +120,8 @@ def make_plan(
     trace: bool = False,
     notes: Sequence[str] = (),
 ) -> Plan:
-    """Search every layout that the config leaves open, and choose by `goal`.
+    """Search every layout that the config leaves open, and choose by `goal`: of those about as
+    good as the best the simplest (`rostra.plan.choice`).
 
     `allow` names techniques that may be used beside (see `rostra.plan.techniques`). With `trace`,
     the memory of the choice is checked by running its engine on fake tensors, where that can be
@@ -127,11 +129,13 @@ def make_plan(
     """
     began = time.perf_counter()
     allowed = techniques_of(allow)
-    jobs = tuple(replace(job, config=changed) for _, changed in variants(job.config, allowed))
+    asked = list(variants(job.config, allowed))
+    jobs = tuple(replace(job, config=changed) for _, changed in asked)
     room, found = room_of(cluster), Found()
     limits = replace(limits or Limits(), thin=len(jobs) > 1)
-    for number, variant in enumerate(jobs):
-        models = Models(MemoryModel(variant, cluster), TimeModel(variant, cluster), room, number)
+    for number, (variant, (used, _)) in enumerate(zip(jobs, asked, strict=True)):
+        memory, seconds = MemoryModel(variant, cluster), TimeModel(variant, cluster)
+        models = Models(memory, seconds, room, number, len(used))
         search(Space(variant, cluster, limits).blocks(), models, found)
     plan = Plan(
         job=job, cluster=cluster, goal=goal, allowed=allowed, jobs=jobs, found=found, room=room,
@@ -169,27 +173,21 @@ def _about_beats(one: tuple[float, int, int], other: tuple[float, int, int]) -> 
 
 
 def _choose(plan: Plan, trace: bool) -> Candidate | None:
-    """The best by the plan's goal whose trace, if it can be made, finds room for it too."""
-    best = plan.found.best(plan.goal)
-    if best is None:
-        return None
-    strategies = [x for x in plan.found.kinds.values() if isinstance(x, Entry)]
-    others = sorted({*plan.found.front, *strategies} - {best}, key=lambda x: x.by(plan.goal))
-    refuted = None  # bytes that the formulas gave for the least that did not fit
-    traces = 0
-    for entry in (best, *others):
-        if refuted is not None and entry.peak >= refuted:
-            continue
+    """The plan's choice whose trace, if it can be made, finds room for it too."""
+    found = plan.found
+    strategies = [x for x in found.kinds.values() if isinstance(x, Entry)]
+    left = {*found.bests.values(), *found.front, *strategies}
+    for traces in count():
+        if (entry := choose(left, plan.goal)) is None:
+            return None
         candidate = plan.candidate(entry)
-        if not trace or traces == _TRACES:
+        if not trace or traces == _TRACES or not _traceable(entry.layout):
             return candidate
-        if not _traceable(entry.layout):
-            return candidate
-        traces += 1
         memory = _traced(plan.jobs[entry.variant], entry.layout, plan.cluster, candidate.memory)
         if not plan.room.shortage(memory, entry.ranks):
             return replace(candidate, memory=memory)
-        refuted = entry.peak
+        # the formulas gave so many bytes for what does not fit
+        left = {x for x in left if x.peak < entry.peak}
     return None
 
 

@@ -59,6 +59,7 @@ class Models:
     time: Callable[[Layout], Time]
     room: Room
     variant: int = 0  # which config, where several are searched
+    techniques: int = 0  # that this config uses of those allowed
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class Entry:
     ranks: int
     layout: Layout
     variant: int
+    parts: int = 0  # beside plain data parallelism, with the techniques; see `parts_of`
 
     def by(self, goal: Goal) -> tuple[float, float]:
         """What `goal` compares; smaller is better."""
@@ -101,7 +103,7 @@ class Found:
 
     considered: int = 0
     fitting: int = 0
-    bests: dict[int, Entry] = field(default_factory=dict)  # by ranks: the fastest
+    bests: dict[tuple[int, int], Entry] = field(default_factory=dict)  # by ranks, parts: fastest
     fronts: dict[int, list[Entry]] = field(default_factory=dict)  # by ranks: time against memory
     kinds: dict[tuple[Any, ...], Entry | Miss] = field(default_factory=dict)
 
@@ -151,10 +153,11 @@ def _decide(layout: Layout, memory: Memory, models: Models, found: Found) -> Non
         return
     found.fitting += 1
     seconds = models.time(layout).step
-    entry = Entry(seconds, memory.peak, ranks, layout, models.variant)
+    parts = models.techniques + parts_of(layout)
+    entry = Entry(seconds, memory.peak, ranks, layout, models.variant, parts)
     _add(found.fronts.setdefault(ranks, []), entry)
-    if (best := found.bests.get(ranks)) is None or entry.better(best):
-        found.bests[ranks] = entry
+    if (best := found.bests.get((ranks, parts))) is None or entry.better(best):
+        found.bests[ranks, parts] = entry
     kind = kind_of(layout, models.variant)
     other = found.kinds.get(kind)
     if not isinstance(other, Entry) or entry.better(other):
@@ -198,6 +201,23 @@ def kind_of(layout: Layout, variant: int = 0) -> tuple[Any, ...]:
     split = tuple(axis for axis in ("pipeline", "context", "tensor") if getattr(layout, axis) > 1)
     host = layout.offload_parameters != "none" or layout.offload_optimizer != "none"
     return variant, layout.engine, layout.sharding, split, host
+
+
+def parts_of(layout: Layout) -> int:
+    """What a layout has beside PyTorch's own data parallelism, sharded or not: axes that split
+    a sample or the model, two axes of data, a schedule other than 1F1B, another engine, and each
+    thing that waits on the host or on disk."""
+    return sum((
+        layout.tensor > 1,
+        layout.context > 1,
+        layout.pipeline > 1,
+        layout.sharding == "hybrid_shard",
+        layout.pipeline_schedule not in ("none", "1f1b"),
+        layout.engine != "torch",
+        layout.offload_parameters != "none",
+        layout.offload_optimizer != "none",
+        layout.activation_checkpointing == "offload",
+    ))  # fmt: skip
 
 
 def simplicity(layout: Layout) -> tuple[Any, ...]:
