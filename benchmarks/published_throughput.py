@@ -27,12 +27,12 @@ from transformers import AutoConfig, PretrainedConfig
 from rostra.config import Config
 from rostra.hardware.catalogue import read_cluster
 from rostra.layout import Layout
-from rostra.plan.efficiency import Conventions
+from rostra.plan.conventions import TORCHTITAN, Conventions
 from rostra.plan.job import Job, job_of
 from rostra.plan.results import Time
 from rostra.plan.time import TimeModel
 
-TORCHTITAN = "torchtitan"
+TITAN = "torchtitan"
 GPUS_OF = {
     "a100_40gb": "A100-40GB",
     "a100_80gb": "A100-80GB",
@@ -40,49 +40,31 @@ GPUS_OF = {
     "h100_96gb_hbm2e_500w": "H100-96GB",
 }
 LENGTHS, GPUS = (1024, 4096, 16384), (16, 64, 256)  # of rows held out while choosing constants
+HALF_REDUCED = ("fsdp", "nemo")  # trainers whose gradients are reduced in bf16
 ELSE = Path(__file__).parent / "published_elsewhere.csv"
 PARTS = ("compute", "memory", "recompute", "bubble", "optimizer", "overhead")
 
 # llm-foundry: FSDP of PyTorch 2.0 with bf16 activations, fused LayerNorm and cross-entropy,
 # FlashAttention in Triton; `mixed_precision` DEFAULT reduces gradients in float32, PURE in bf16.
-FOUNDRY = Conventions(
-    whole_logits=True,
-    fused=True,
-    attention="flash1",
-    stream_bytes=2,
-    gathered_bytes=2,
-    reduction_bytes=4,
-)
-# torchtitan: FSDP2 with bf16 activations, gradients reduced in float32, per-operation
-# checkpointing that computes every second product again.
-TITAN = Conventions(
-    whole_logits=True,
-    fused_ring=True,
-    stream_bytes=2,
-    gathered_bytes=2,
-    reduction_bytes=4,
-    recomputed_products=0.5,
-)
+FOUNDRY = Conventions(logits="whole", fused=True, attention="flash1", half_stream=True)
 ELSEWHERE = {
-    TORCHTITAN: TITAN,
+    TITAN: TORCHTITAN,
     # Megatron-LM of 2022: attention's scores are written, softmax with mask is one kernel.
     "megatron": Conventions(
-        whole_logits=True,
+        logits="whole",
         fused=True,
         attention="materialised",
-        stream_bytes=2,
+        half_stream=True,
         copied_bytes=8,
     ),
     # FSDP of PyTorch 2.1, all in bf16, not compiled.
-    "fsdp": Conventions(whole_logits=True, stream_bytes=2, gathered_bytes=2, reduction_bytes=2),
+    "fsdp": Conventions(logits="whole", half_stream=True),
     # NeMo with Transformer Engine: fused kernels, cuDNN's attention, everything asynchronous.
     "nemo": Conventions(
-        whole_logits=True,
+        logits="whole",
         fused=True,
         attention="flash3",
-        stream_bytes=2,
-        gathered_bytes=2,
-        reduction_bytes=2,
+        half_stream=True,
         copied_bytes=8,
         asynchronous=("tensor", "pipeline", "shard"),
     ),
@@ -158,9 +140,6 @@ def foundry(path: Path) -> Iterator[Row]:
         gpus, length = number["gpus"], number["sequence_length"]
         shape = mpt(number["hidden_size"], number["num_layers"], number["num_heads"], length)
         kind = GPUS_OF[row["gpu"]]
-        conventions = FOUNDRY
-        if row["precision"] == "bf16":
-            conventions = replace(conventions, reduction_bytes=2)
         layout = Layout(
             number["micro_batch_size"],
             number["grad_accumulation"],
@@ -170,6 +149,7 @@ def foundry(path: Path) -> Iterator[Row]:
                 row["activation_checkpointing"]
             ],
             compute="fp8" if row["precision"] == "amp_fp8" else "bf16",
+            reduction="bf16" if row["precision"] == "bf16" else "fp32",
         )
         yield Row(
             f"{row['model']} {length} {gpus}x{kind} mb{layout.micro_batch}",
@@ -177,7 +157,7 @@ def foundry(path: Path) -> Iterator[Row]:
             job(shape, length, number["global_batch_size"]),
             layout,
             f"{gpus}x{kind}",
-            conventions,
+            FOUNDRY,
             float(row["tokens_per_second_per_gpu"]),
         )
 
@@ -220,12 +200,10 @@ def titan(path: Path) -> Iterator[Row]:
             compute="fp8" if yes["float8"] else "bf16",
             compile=yes["compile"],
         )
-        conventions = replace(TITAN, asynchronous=("tensor",) * yes["async_tensor"])
-        if yes["float8"]:
-            conventions = replace(conventions, gathered_bytes=1)
+        conventions = replace(TORCHTITAN, asynchronous=("tensor",) * yes["async_tensor"])
         yield Row(
             f"{row['model']} {number['sequence_length']} {number['gpus']} {layout.describe()}",
-            TORCHTITAN,
+            TITAN,
             job(llama(row["model"]), number["sequence_length"], number["global_batch_size"]),
             layout,
             f"{number['gpus']}x{GPUS_OF[row['gpu']]}",
@@ -256,7 +234,8 @@ def elsewhere(path: Path) -> Iterator[Row]:
             sharding=row["sharding"],
             activation_checkpointing=row["checkpointing"],
             compute=row["compute"],
-            compile=row["trainer"] == TORCHTITAN,
+            reduction="bf16" if row["trainer"] in HALF_REDUCED else "fp32",
+            compile=row["trainer"] == TITAN,
         )
         speed = row["tokens_per_second_per_gpu"]
         if not speed:

@@ -24,8 +24,10 @@ from rostra.config import Config
 from rostra.hardware.catalogue import device_names, read_cluster
 from rostra.hardware.cluster import Cluster
 from rostra.layout import Layout
-from rostra.plan.efficiency import Conventions, Efficiency, typical
+from rostra.plan.conventions import Conventions
+from rostra.plan.efficiency import Efficiency, typical
 from rostra.plan.job import Job, job_of
+from rostra.plan.memory import MemoryModel
 from rostra.plan.results import Time
 from rostra.plan.time import TimeModel, hardware_flops, model_flops
 from rostra.plan.time.collectives import group
@@ -87,6 +89,17 @@ def test_every_device_of_the_catalogue_has_its_curves() -> None:
         shares = [found.product(precision)(size) for size in range(10, 50)]
         assert shares == sorted(shares), name
         assert 0 < shares[-1] <= 1, name
+
+
+def test_activations_that_wait_on_the_host_cross_its_link_twice() -> None:
+    """Those that memory counts there, over a link too slow to hide anything behind computing."""
+    cluster = read_cluster("8xH100")
+    slow = replace(cluster.node.host_link, bandwidth=1e6)
+    cluster = replace(cluster, node=replace(cluster.node, host_link=slow))
+    layout = replace(SHARDED, activation_checkpointing="offload")
+    host = MemoryModel(job(), cluster)(layout).host
+    crossing = 2 * layout.accumulation * host / 1e6 / typical(cluster.device).host
+    assert isclose(timed(layout, cluster).offload, crossing, rel_tol=0.02)
 
 
 def test_the_parts_make_the_step() -> None:

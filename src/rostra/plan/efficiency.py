@@ -1,4 +1,4 @@
-"""What share of a device's peaks its kernels reach, and the habits of a trainer that decide time.
+"""What share of a device's peaks its kernels reach.
 
 Typical shares by kind of device are data, in `efficiency.yaml`, each with its source; those of
 one machine are measured by `rostra calibrate`.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from ruamel.yaml import YAML
 
@@ -115,21 +115,3 @@ def _tables() -> dict[str, dict[str, Any]]:
     text = (files("rostra.plan") / "efficiency.yaml").read_text(encoding="utf-8")
     read: dict[str, dict[str, Any]] = YAML(typ="safe").load(text)
     return read
-
-
-@dataclass(frozen=True)
-class Conventions:
-    """Habits of a trainer that a layout does not say. The defaults are Rostra's."""
-
-    fused: bool = False  # norms, rotary embeddings, casts and losses in kernels of their own
-    attention: Literal["flash", "flash1", "flash3", "materialised"] = "flash"
-    fused_ring: bool = False  # the same in a ring of context parallelism, where Rostra has none
-    whole_logits: bool = False  # of a micro batch at once; Rostra makes them in chunks
-    stream_bytes: int | None = None  # of a number between layers; None: as autocast leaves it
-    reduction_bytes: int | None = None  # of a gradient on its way; None: the layout's
-    gathered_bytes: int | None = None  # of a parameter on its way; None: the layout's
-    copied_bytes: int | None = None  # for a parameter in a micro batch; None: as autocast does
-    # axes whose collectives go on beside computing: `tensor` in parts behind its products,
-    # `pipeline` behind other micro batches, `shard` (zero1's gather) behind the next forward pass
-    asynchronous: tuple[str, ...] = ()
-    recomputed_products: float = 0.0  # the share that `selective:operations` computes again

@@ -16,7 +16,8 @@ from rostra.hardware.cluster import Cluster, Curve
 from rostra.hardware.machine import load_calibration
 from rostra.plan.calibrate.figure import Figure
 from rostra.plan.calibrate.values import BETWEEN, Calibration, Share
-from rostra.plan.efficiency import ALWAYS, Conventions, Efficiency, typical
+from rostra.plan.conventions import ROSTRA
+from rostra.plan.efficiency import ALWAYS, Efficiency, typical
 from rostra.plan.job import Layer, job_of
 from rostra.plan.time.layers import LOGIT
 from rostra.plan.time.update import update_bytes
@@ -132,7 +133,7 @@ def _measured_layer() -> tuple[Work, tuple[Layer, int]]:
         }
     )
     job = job_of(config, LlamaConfig(vocab_size=300, **BETWEEN))
-    return Work(job, Conventions()), job.sizes.layers[0]
+    return Work(job, ROSTRA), job.sizes.layers[0]
 
 
 def _head_size(share: Share) -> Curve:

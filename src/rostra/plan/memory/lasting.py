@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rostra.layout import SHARDED, Layout
+from rostra.plan.conventions import Conventions
 from rostra.plan.job import Job, Layer
 from rostra.plan.memory import deepspeed
-from rostra.plan.memory.conventions import Conventions
 from rostra.plan.memory.step import Parts
 from rostra.plan.memory.weights import FLOAT, HALF, Matrix, Unit, Weights, under_way, unit_of
 

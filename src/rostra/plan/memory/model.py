@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 from rostra.hardware.cluster import Cluster
 from rostra.layout import Layout
 from rostra.parallel.pipeline_split import balance
+from rostra.plan.conventions import ROSTRA, Conventions
 from rostra.plan.job import Job, Layer
 from rostra.plan.memory.allocator import kept_blocks, outside
-from rostra.plan.memory.conventions import ROSTRA, Conventions
 from rostra.plan.memory.host import Beside, beside
 from rostra.plan.memory.lasting import is_collected, is_sharded, lasting
 from rostra.plan.memory.pipeline import in_flight, waiting

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from rostra.build.stages import loss_chunk
 from rostra.layout import Layout
+from rostra.plan.conventions import Conventions
 from rostra.plan.job import Job, Layer
-from rostra.plan.memory.conventions import Conventions
 from rostra.plan.memory.lasting import is_collected, is_sharded
 from rostra.plan.memory.layers import norm_profile, program
 from rostra.plan.memory.setting import Kernel, Setting

@@ -6,7 +6,8 @@ ranks send each other as far as it shows, the pipeline's bubble, offloading, the
 
 from __future__ import annotations
 
-from rostra.plan.efficiency import Conventions, Efficiency, typical
+from rostra.plan.conventions import Conventions
+from rostra.plan.efficiency import Efficiency, typical
 from rostra.plan.time.flops import hardware_flops, model_flops
 from rostra.plan.time.model import TimeModel
 

@@ -6,7 +6,8 @@ from math import log2
 
 from rostra.hardware.cluster import Device
 from rostra.layout import Layout
-from rostra.plan.efficiency import Conventions, Efficiency
+from rostra.plan.conventions import Conventions
+from rostra.plan.efficiency import Efficiency
 from rostra.plan.job import Job, Layer
 from rostra.plan.time.kernels import PRODUCTS, Kernels
 from rostra.plan.time.work import Work

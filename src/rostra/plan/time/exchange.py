@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from rostra.hardware.cluster import Cluster
 from rostra.layout import Layout
-from rostra.plan.efficiency import Conventions, Efficiency
+from rostra.plan.conventions import Conventions
+from rostra.plan.efficiency import Efficiency
 from rostra.plan.job import Job
 from rostra.plan.time.collectives import group
 from rostra.plan.time.layers import Micro, stream_bytes

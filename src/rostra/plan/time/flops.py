@@ -9,7 +9,7 @@ field uses both, and `causal` chooses. HFU adds what is computed again.
 from __future__ import annotations
 
 from rostra.layout import Layout
-from rostra.plan.efficiency import Conventions
+from rostra.plan.conventions import ROSTRA
 from rostra.plan.job import Job
 from rostra.plan.time.work import Work
 
@@ -30,7 +30,7 @@ def hardware_flops(job: Job, layout: Layout, causal: bool = False) -> float:
     if kind in ("full", "every"):
         again = (products + scores) / (int(what) if kind == "every" else 1)
     elif what in ("attention", "mlp"):
-        work = Work(job, Conventions())
+        work = Work(job, ROSTRA)
         again = sum(
             count * p.operations
             for layer, count in job.sizes.layers
@@ -42,7 +42,7 @@ def hardware_flops(job: Job, layout: Layout, causal: bool = False) -> float:
 
 def _forward(job: Job, causal: bool, head: bool = True) -> tuple[float, float]:
     """Operations a token of matrix products, and of attention."""
-    sizes, work = job.sizes, Work(job, Conventions())
+    sizes, work = job.sizes, Work(job, ROSTRA)
     products = scores = 0.0
     for layer, count in sizes.layers:
         products += count * sum(p.operations for p in work.products(layer, 1))
@@ -59,7 +59,7 @@ def trainable(job: Job) -> float:
     if adapter.kind == "none":
         return sizes.parameters
     if adapter.kind == "lora":
-        work = Work(job, Conventions())
+        work = Work(job, ROSTRA)
         return sum(
             count * adapter.rank * (x.inputs + x.outputs)
             for layer, count in sizes.layers

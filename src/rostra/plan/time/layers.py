@@ -9,8 +9,10 @@ from rostra.build.stages import loss_chunk
 from rostra.hardware.cluster import Device
 from rostra.layout import Layout
 from rostra.parallel.activations import PARTS
-from rostra.plan.efficiency import Conventions, Efficiency
+from rostra.plan.conventions import Conventions
+from rostra.plan.efficiency import Efficiency
 from rostra.plan.job import Job, Layer
+from rostra.plan.memory.working import Working
 from rostra.plan.time.attention import AttentionTimes
 from rostra.plan.time.kernels import PRODUCTS, Kernels
 from rostra.plan.time.work import Bytes, Product, Work
@@ -61,7 +63,7 @@ class Micro:
     around: Pass  # embedding, head and loss, forward and backward
     weights: float  # seconds of `backward` for gradients of weights
     scores: float  # seconds of `forward` for attention
-    saved: float  # bytes that a layer keeps for its backward pass
+    saved: float  # bytes of a layer that wait on the host for its backward pass
 
     @property
     def device(self) -> float:
@@ -73,9 +75,7 @@ class Micro:
 
 def stream_bytes(layout: Layout, conventions: Conventions) -> int:
     """Of a number between layers: autocast over float32 weights leaves it float32."""
-    if conventions.stream_bytes is not None:
-        return conventions.stream_bytes
-    return 2 if layout.compute == "bf16_pure" else 4
+    return 2 if conventions.half_stream or layout.compute == "bf16_pure" else 4
 
 
 class LayerTimes:
@@ -89,6 +89,7 @@ class LayerTimes:
         self.work = Work(job, conventions)
         self.kernels = Kernels(device, efficiency)
         self.attention = AttentionTimes(job, device, efficiency, conventions)
+        self._working = Working(job, device.kind, conventions)
 
     def __call__(self, layout: Layout) -> Micro:
         sizes = self.job.sizes
@@ -126,8 +127,10 @@ class LayerTimes:
             for part in PARTS
         }
         again = self._again(layout, forward, parts, scores[0], lasts)
-        width = 4 if layout.compute == "fp32" else 2
-        saved = rows * width * sum((x.inputs + x.outputs) * x.times * x.share for x in products)
+        saved = 0.0
+        if layout.activation_checkpointing == "offload":
+            kept = self._working.profile(layout, layer, again=True, first=False)
+            saved = kept.kept - kept.copies
         return Micro(forward, backward, again, Pass(), weights, scores[0], saved)
 
     def _products(
@@ -155,7 +158,7 @@ class LayerTimes:
         if layout.compute == "fp8":
             each = COMPILED_ROUND if layout.compile else ROUND
             each = FUSED_ROUND if self.conventions.fused else each
-            if self.conventions.gathered_bytes == 1 or self.conventions.fused:
+            if self.conventions.half_gathers or self.conventions.fused:
                 numbers = 0  # weights are rounded once a step
             into = rows * sum(x.inputs * x.times * x.share for x in products)
             out = rows * sum(x.outputs * x.times * x.share for x in products)
@@ -202,7 +205,7 @@ class LayerTimes:
             return half + Pass(parts["mlp"] - lasts["mlp"])
         if what == "attention":
             return half + Pass(parts["attention"] - lasts["attention"] + scores)
-        products = sum(parts.values()) * self.conventions.recomputed_products
+        products = sum(parts.values()) / 2 if self.conventions.every_other else 0.0
         return Pass(products, forward.memory, forward.launch)
 
     def _around(self, layout: Layout) -> Pass:
@@ -212,7 +215,7 @@ class LayerTimes:
         rows = layout.micro_batch * self.job.length / layout.context
         columns, trained = sizes.vocabulary / layout.tensor, layout.adapter == "none"
         asked = self.job.config.train.loss_chunk or loss_chunk(sizes.vocabulary, self.on_gpu)
-        chunk = rows if self.conventions.whole_logits else min(rows, asked)
+        chunk = rows if self.conventions.logits != "chunked" else min(rows, asked)
         chunks, precision = rows / chunk, PRODUCTS[layout.compute]
         precision = "bf16" if precision == "fp8" else precision
         products = 2 * self.kernels.product(chunk, sizes.hidden, columns, precision)

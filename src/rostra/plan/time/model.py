@@ -10,7 +10,8 @@ from typing import TypeVar
 from rostra.hardware.cluster import Cluster
 from rostra.layout import Layout
 from rostra.parallel.pipeline_split import balance
-from rostra.plan.efficiency import Conventions, Efficiency, typical
+from rostra.plan.conventions import ROSTRA, Conventions
+from rostra.plan.efficiency import Efficiency, typical
 from rostra.plan.job import Job
 from rostra.plan.results import Time
 from rostra.plan.time.exchange import ExchangeTimes
@@ -51,11 +52,10 @@ class TimeModel:
         job: Job,
         cluster: Cluster,
         efficiency: Efficiency | None = None,
-        conventions: Conventions | None = None,
+        conventions: Conventions = ROSTRA,
     ) -> None:
         self.job, self.cluster = job, cluster
         self.efficiency = efficiency or efficiency_of(cluster)
-        conventions = conventions or Conventions()
         given = (job, cluster, self.efficiency, conventions)
         layers = LayerTimes(job, cluster.device, self.efficiency, conventions)
         self._exchanges, self._updates = ExchangeTimes(*given), UpdateTimes(*given[:3])

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 from rostra.hardware.cluster import Cluster
 from rostra.layout import SHARDED, Layout
-from rostra.plan.efficiency import Conventions, Efficiency
+from rostra.plan.conventions import Conventions
+from rostra.plan.efficiency import Efficiency
 from rostra.plan.job import Job
 from rostra.plan.time.collectives import Group, group
 from rostra.plan.time.flops import trainable
@@ -89,7 +90,7 @@ class ShardingTimes:
         sharded = layout.sharding in SHARDED and (parts > 1 or away)
         copied = self._copied(layout, layer, trained, sharded)
         copies = self.kernels.moved(copied * self.job.sizes.depth / layout.pipeline)
-        back = self.conventions.reduction_bytes or REDUCED[layout.reduction]
+        back = REDUCED[layout.reduction]
         inner = layout.tensor * layout.expert
         within, across = self._group(parts, inner), self._group(layout.replicate, inner * parts)
         if not sharded:
@@ -106,7 +107,8 @@ class ShardingTimes:
             return Sharding(
                 copies, reduce=reduce, root_reduce=root_reduce, after=after, beside=beside
             )
-        wire = STORED.get(layout.quantization) or self.conventions.gathered_bytes or computed
+        half = layout.compute == "fp8" and self.conventions.half_gathers
+        wire = STORED.get(layout.quantization) or (1 if half else computed)
         gather = within.all_gather(wire * layer)
         if away:
             held = wire if frozen or layout.engine == "deepspeed" else 4

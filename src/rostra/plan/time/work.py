@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Literal
 
 from rostra.parallel.activations import PARTS
-from rostra.plan.efficiency import Conventions
+from rostra.plan.conventions import Conventions
 from rostra.plan.job import Job, Layer, Linear
 
 Part = Literal["attention", "mlp"]
@@ -199,6 +199,6 @@ class Work:
         if fused:
             return products + 6
         norms = (self._norms(layer) + 2 * self._head_norms(layer)) * (7 if self.rms else 1)
-        casts = products if self.conventions.stream_bytes is None else 0
+        casts = 0 if self.conventions.half_stream else products
         act = 3 if self.gated else 9 if self.stepwise else 1
         return products + casts + norms + 12 * self.rotary + act + 8
