@@ -73,7 +73,7 @@ def write(folder: Path, whole: Tensor, parts: list[Box]) -> PieceReader:
     indexes = [
         write_pieces(
             folder / f"part-{rank}.safetensors", {"x": Piece(part(whole, box), shape, box[0])}
-        )
+        )[0]
         for rank, box in enumerate(parts)
     ]
     (folder / INDEX).write_text(json.dumps(merge(indexes)))
@@ -132,7 +132,7 @@ def test_copies_of_a_part_do_no_harm(tmp_path: Path) -> None:
 def test_slices_of_one_buffer_are_written_apart(tmp_path: Path) -> None:
     flat = torch.arange(10.0)
     pieces = {"a": Piece(flat[:4], (2, 2), (0,)), "b": Piece(flat[4:], (6,), (0,))}
-    index = write_pieces(tmp_path / "part-0.safetensors", pieces)
+    index, _ = write_pieces(tmp_path / "part-0.safetensors", pieces)
     assert (tmp_path / "part-0.safetensors").stat().st_size < 40 + 300
     reader = PieceReader(tmp_path, index)
     assert torch.equal(reader.read("a", (1, 0), (1, 2)), torch.tensor([[2.0, 3.0]]))
@@ -161,8 +161,8 @@ def test_what_was_read_may_be_changed(tmp_path: Path) -> None:
 
 
 def test_ranks_that_disagree_on_a_tensor_are_seen(tmp_path: Path) -> None:
-    one = write_pieces(tmp_path / "0.safetensors", {"x": Piece(torch.zeros(2), (4,), (0,))})
-    two = write_pieces(tmp_path / "1.safetensors", {"x": Piece(torch.zeros(2), (5,), (2,))})
+    one, _ = write_pieces(tmp_path / "0.safetensors", {"x": Piece(torch.zeros(2), (4,), (0,))})
+    two, _ = write_pieces(tmp_path / "1.safetensors", {"x": Piece(torch.zeros(2), (5,), (2,))})
     with pytest.raises(ValueError, match="x: ranks hold"):
         merge([one, two])
 
@@ -222,7 +222,7 @@ def task_placements(folder: str) -> list[tuple[bool, ...]]:
         owned.append(first_of_copies(tensor, ranks))
         if owned[-1]:
             mine[name] = piece
-    index = write_pieces(Path(folder) / f"part-{rank}.safetensors", mine)
+    index, _ = write_pieces(Path(folder) / f"part-{rank}.safetensors", mine)
     every: list[Any] = [None] * 4
     dist.all_gather_object(every, index)
     reader = PieceReader(Path(folder), merge(every))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,6 @@ from rostra.store import (
     explain_full_disk,
     read_manifest,
     remove_folder,
-    secure_file,
     write_file,
     write_json,
 )
@@ -37,9 +37,10 @@ T = TypeVar("T")
 
 
 class Stateful(Protocol):
-    """What a checkpoint needs of an engine."""
+    """What a checkpoint needs of an engine. Its state comes in groups, one at least: a group is
+    in memory until the next is asked for."""
 
-    def state(self) -> tuple[dict[str, Piece], dict[str, Any]]: ...
+    def state(self) -> tuple[Iterable[dict[str, Piece]], dict[str, Any]]: ...
 
     def load_state(self, reader: Reader, values: dict[str, Any]) -> None: ...
 
@@ -68,12 +69,14 @@ def save_checkpoint(
     position in the data, layout, config and the data's identity, as `checkpoints/step-N/`.
 
     All ranks call this; each writes and hashes `part-RANK.safetensors` in the folder they
-    share, and rank 0 the rest. A rank that cannot write makes all raise, and nothing is left.
+    share (`part-RANK-1.safetensors` and so on, of a state that comes in groups), and rank 0 the
+    rest. Memory holds a group and what `write_pieces` needs. A rank that cannot write makes all
+    raise, and nothing is left.
     """
     path = run.checkpoint(position.step)
     if on_first_rank(lambda: read_manifest(path) is not None):
         return path  # saved already, by this run: the same content
-    pieces, values = engine.state()
+    groups, values = engine.state()
     state = {
         "position": position.__dict__,
         "layout": layout.to_dict(),
@@ -86,7 +89,7 @@ def save_checkpoint(
     with ExitStack() as stack:
         aside = commit_folder(path, secured, format=FORMAT, step=position.step)
         folder = on_first_rank(lambda: stack.enter_context(aside))
-        records, indexes = _write_parts(path, folder, pieces | _random())
+        records, indexes = _write_parts(path, folder, groups)
         secured.update(records)
 
         def finish() -> None:
@@ -99,23 +102,28 @@ def save_checkpoint(
 
 
 def _write_parts(
-    path: Path, folder: Path, pieces: dict[str, Piece]
-) -> tuple[list[tuple[str, dict[str, Any]]], list[dict[str, Any]]]:
-    """All parts' names and records for the manifest and, on rank 0, their indexes."""
-    part = folder / f"part-{this_rank()}.safetensors"
+    path: Path, folder: Path, groups: Iterable[dict[str, Piece]]
+) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
+    """All parts' records for the manifest and, on rank 0, their indexes."""
     index: dict[str, Any] = {}
+    random = _random()
 
-    def write() -> tuple[str, dict[str, Any]]:
+    def write() -> dict[str, dict[str, Any]]:
         if not folder.is_dir():
             raise RequestError(
                 f"run.output: {path} is not on storage that rank {this_rank()} shares with "
                 "rank 0; choose a folder that all machines of the run have"
             )
+        records = {}
         with explain_full_disk(path):
-            index.update(write_pieces(part, pieces))
-            return part.name, secure_file(part)
+            for number, pieces in enumerate(groups):
+                more = f"-{number}" if number else ""
+                part = folder / f"part-{this_rank()}{more}.safetensors"
+                found, records[part.name] = write_pieces(part, pieces if more else pieces | random)
+                index.update(found)
+        return records
 
-    records = on_every_rank(write)
+    records = {name: record for each in on_every_rank(write) for name, record in each.items()}
     indexes: list[Any] = [index] * world_size()
     if world_size() > 1:
         dist.gather_object(index, indexes if this_rank() == 0 else None)

@@ -112,8 +112,8 @@ def commit_folder(
 
     Yields a folder aside to write into. On leaving it, every file is hashed and synced, the
     manifest (SHA-256 and size of each file, plus `manifest`) is written last, and the folder
-    is renamed into place. On an error nothing is left. `secured` has, by then, what
-    `secure_file` gave for files that other processes wrote; these are not read again.
+    is renamed into place. On an error nothing is left. `secured` has, by then, the
+    records of files that were hashed and synced as they were written; these are not read again.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = _aside(path)

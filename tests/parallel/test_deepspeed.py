@@ -179,9 +179,17 @@ def steps(engine: Any, first: int, last: int) -> list[tuple[float, float, int]]:
 
 def save(engine: Any, folder: Path) -> dict[str, Any]:
     """Write this rank's pieces; the index of what it wrote, and the plain values."""
-    pieces, values = engine.state()
+    groups, values = engine.state()
     rank = dist.get_rank() if dist.is_initialized() else 0
-    return {"index": write_pieces(folder / f"{rank}.safetensors", pieces), "values": values}
+    index: dict[str, Any] = {}
+    for number, pieces in enumerate(groups):
+        index |= write_pieces(folder / f"{rank}-{number}.safetensors", pieces)[0]
+    return {"index": index, "values": values}
+
+
+def held(engine: Any) -> dict[str, Tensor]:
+    """What a rank would write, copied."""
+    return {n: p.data.clone() for group in engine.state()[0] for n, p in group.items()}
 
 
 def train(folder: str, first: int, last: int, start: Any, *arguments: Any, **more: Any) -> Any:
@@ -264,7 +272,7 @@ def passed_over(sharding: str) -> list[float]:
     """A step that is not accepted, between others; the norms."""
     engine = engine_of({"sharding": sharding})
     steps(engine, 0, 1)
-    before = {n: piece.data.clone() for n, piece in engine.state()[0].items()}
+    before = held(engine)
     rank = dist.get_rank()
     part = batch_of(1).rows(rank * 4, rank * 4 + 4)
     norms = []
@@ -272,7 +280,7 @@ def passed_over(sharding: str) -> list[float]:
         engine.forward_backward(part)
         norms.append(engine.gradient_norm())
         engine.step(accept)
-        same = [torch.equal(p.data, before[n]) for n, p in engine.state()[0].items()]
+        same = [torch.equal(x, before[n]) for n, x in held(engine).items()]
         assert all(same) if not accept else not (same and all(same))
     engine.close()
     return norms
@@ -292,11 +300,11 @@ def not_finite(sharding: str) -> None:
     plain, stage.loss = stage.loss, lambda *a: [x * float("inf") for x in plain(*a)]
     engine.gradient_norm()
     engine.step(accept=True)
-    before = {n: piece.data.clone() for n, piece in engine.state()[0].items()}
+    before = held(engine)
     engine.forward_backward(part)
     assert not torch.tensor(engine.gradient_norm()).isfinite()
     engine.step(accept=False)
-    assert all(torch.equal(p.data, before[n]) for n, p in engine.state()[0].items())
+    assert all(torch.equal(x, before[n]) for n, x in held(engine).items())
     stage.loss = plain
     engine.forward_backward(part)
     assert torch.tensor(engine.gradient_norm()).isfinite()

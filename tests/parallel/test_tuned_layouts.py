@@ -116,9 +116,9 @@ def run_tuned(
     for step in range(steps):
         batch = weighted(batch_of(step), virtual)
         outcomes.append(train_step(engine, part_of(batch, engine)))
-    pieces, _ = engine.state()
-    assert all(name.startswith(("model/", "optimizer/", "master/")) for name in pieces)
-    assert not any("packed" in name or "base_layer" in name for name in pieces)
+    names = [name for group in engine.state()[0] for name in group]
+    assert all(name.startswith(("model/", "optimizer/", "master/")) for name in names)
+    assert not any("packed" in name or "base_layer" in name for name in names)
     own = {
         name: whole(p.detach()).clone()
         for stage in engine.stages

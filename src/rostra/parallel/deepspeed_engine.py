@@ -6,7 +6,9 @@ schedule, clipping and the loss scale, so that a step is the step of every other
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from rostra.errors import RequestError
 from rostra.optim import LossScale
 from rostra.parallel.deepspeed_changes import forget_group, known_norm
 from rostra.parallel.deepspeed_start import check_nvme, import_deepspeed, off_standard_output
-from rostra.parallel.deepspeed_state import Named, exact, load_partitions, pieces
+from rostra.parallel.deepspeed_state import Named, counts, exact, load_partitions, pieces
 from rostra.parallel.engine import MeshEngine
 from rostra.parallel.mesh import DATA
 from rostra.pieces import Piece, Reader, fill, local_piece, read_whole
@@ -120,8 +122,9 @@ class DeepSpeedEngine(MeshEngine):
         if self._zero_stage > 0:
             self._zero.override_loss_scale(scale)
 
-    def state(self) -> tuple[dict[str, Piece], dict[str, Any]]:
-        """This rank's part, see `pieces`; without ZeRO, and for buffers, all by rank 0."""
+    def state(self) -> tuple[Iterable[dict[str, Piece]], dict[str, Any]]:
+        """This rank's parts, see `pieces`; without ZeRO, and for buffers and counts, all by
+        rank 0."""
         found: dict[str, Piece] = {}
         if dist.get_rank() == 0:
             whole = self._whole()
@@ -129,9 +132,13 @@ class DeepSpeedEngine(MeshEngine):
                 states, _ = self.optimizers.state()
                 whole |= {f"optimizer/{name}": value for name, value in states.items()}
             found = {name: local_piece(tensor) for name, tensor in whole.items()}
+            if self._zero_stage > 0:
+                found |= counts(self._zero, self._zero_stage, self._named)
+        parts: Iterable[dict[str, Piece]] = ()
         if self._zero_stage > 0:
-            found |= pieces(self._zero, self._zero_stage, self._named)
-        return found, {"optimizer": {}, "scale": self.scale.state(), "steps": self.steps}
+            parts = pieces(self._zero, self._zero_stage, self._named)
+        values = {"optimizer": {}, "scale": self.scale.state(), "steps": self.steps}
+        return chain([found], parts), values
 
     def _whole(self) -> dict[str, Tensor]:
         """What every rank holds entirely of what a checkpoint has of the model, by its name

@@ -41,11 +41,10 @@ class Stretch:
 @dataclass(frozen=True)
 class Partition:
     """A flat tensor of this rank and what lies in it. Its numbers are there within `resident`
-    (swapped in from NVMe, and written back when asked); `swapped` when they live there."""
+    (swapped in from NVMe, and written back when asked)."""
 
     flat: Tensor
     stretches: list[Stretch]
-    swapped: bool
     resident: Callable[[bool], AbstractContextManager[None]]
 
 
@@ -67,7 +66,7 @@ def _whole_model(zero: Any, names: dict[nn.Parameter, str]) -> Iterator[Partitio
                 stretches.append(
                     Stretch(names[parameter], shape, there.start, there.numel, here.start)
                 )
-        yield Partition(flat, stretches, False, lambda _: nullcontext())
+        yield Partition(flat, stretches, lambda _: nullcontext())
 
 
 def _cut_model(zero: Any, names: dict[nn.Parameter, str]) -> Iterator[Partition]:
@@ -83,7 +82,7 @@ def _cut_model(zero: Any, names: dict[nn.Parameter, str]) -> Iterator[Partition]
                 shape = tuple(parameter.ds_shape)
                 stretches.append(Stretch(names[parameter], shape, start, size, place))
         swapped = zero._swappable_optimizer_subgroup(index)
-        yield Partition(flat, stretches, swapped, _swapping(zero, index, swapped))
+        yield Partition(flat, stretches, _swapping(zero, index, swapped))
 
 
 def _swapping(
@@ -102,34 +101,31 @@ def _swapping(
     return resident
 
 
-def pieces(zero: Any, stage: int, named: Named) -> dict[str, Piece]:
+def pieces(zero: Any, stage: int, named: Named) -> Iterator[dict[str, Piece]]:
     """Stretches of weights and states that this rank holds, under `model/NAME` and
-    `optimizer/NAME/KEY`. They are views, but copies in host memory of what lives on NVMe."""
-    found: dict[str, Piece] = {}
+    `optimizer/NAME/KEY`, partition by partition. They are views; of what lives on NVMe, until
+    the next partition is asked for."""
     for partition in partitions(zero, stage, named):
         with partition.resident(False):
             flat, state = partition.flat, zero.optimizer.state.get(partition.flat, {})
-            whole = {key: v for key, v in state.items() if _along(v, flat)}
+            whole = {key: v.detach() for key, v in state.items() if _along(v, flat)}
+            found: dict[str, Piece] = {}
             for stretch in partition.stretches:
-                parts = {f"model/{stretch.name}": flat}
+                parts = {f"model/{stretch.name}": flat.detach()}
                 parts |= {f"optimizer/{stretch.name}/{key}": v for key, v in whole.items()}
                 for name, tensor in parts.items():
-                    data = stretch.of(tensor.detach())
-                    data = data.clone() if partition.swapped else data
-                    found[name] = Piece(data, stretch.shape, (stretch.start,))
-    if dist.get_rank() == 0:
-        found |= _counts(zero, stage, named)
-    return found
+                    found[name] = Piece(stretch.of(tensor), stretch.shape, (stretch.start,))
+            yield found
 
 
 def _along(value: Any, flat: Tensor) -> bool:
     return isinstance(value, Tensor) and value.dim() == 1 and value.numel() == flat.numel()
 
 
-def _counts(zero: Any, stage: int, named: Named) -> dict[str, Piece]:
+def counts(zero: Any, stage: int, named: Named) -> dict[str, Piece]:
     """What the optimizer counts for a whole partition (its steps), for each parameter in it.
 
-    Every rank has a part of every group of parameters, and so its count.
+    One rank writes them: every rank has a part of every group of parameters, and so its count.
     """
     groups = zero.bit16_groups if stage < 3 else zero.fp16_groups
     flats = zero.single_partition_of_fp32_groups if stage < 3 else zero.fp32_partitioned_groups_flat

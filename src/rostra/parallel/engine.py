@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -54,8 +55,9 @@ class Engine(Protocol):
         same on all ranks, which share it."""
         ...
 
-    def state(self) -> tuple[dict[str, Piece], dict[str, Any]]:
-        """What this rank writes of the tensors that a checkpoint holds, and plain values."""
+    def state(self) -> tuple[Iterable[dict[str, Piece]], dict[str, Any]]:
+        """What this rank writes of the tensors that a checkpoint holds, in groups, each of them
+        there until the next is asked for; and plain values."""
         ...
 
     def load_state(self, reader: Reader, values: dict[str, Any]) -> None: ...

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -72,9 +72,9 @@ class TorchEngine(MeshEngine):
         self.steps += 1
         return self.optimizers.learning_rate
 
-    def state(self) -> tuple[dict[str, Piece], dict[str, Any]]:
+    def state(self) -> tuple[Iterable[dict[str, Piece]], dict[str, Any]]:
         found, values = pieces(self.stages, self.gradients, self.optimizers, self.mesh)
-        return found, {"optimizer": values, "scale": self.scale.state(), "steps": self.steps}
+        return [found], {"optimizer": values, "scale": self.scale.state(), "steps": self.steps}
 
     def adopt(self, weights: Reader) -> None:
         """Take the weights of another run, by the names of the parameters."""

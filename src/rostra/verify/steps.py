@@ -117,13 +117,13 @@ def run_steps(
 
 def _parameters(engine: Engine) -> dict[str, Piece]:
     """This rank's pieces of the parameters, from master weights where there are any."""
-    state: dict[str, Piece] = engine.state()[0]
     pieces: dict[str, Piece] = {}
-    for kind in ("model/", "master/"):  # the second replaces the first
-        for name, piece in state.items():
-            if name.startswith(kind):
+    for group in engine.state()[0]:
+        for full, piece in group.items():
+            kind, _, name = full.partition("/")
+            if kind == "master" or (kind == "model" and name not in pieces):
                 data = piece.data.detach().float().clone()  # what is sent is no view
-                pieces[name.removeprefix(kind)] = Piece(data, piece.shape, piece.offset)
+                pieces[name] = Piece(data, piece.shape, piece.offset)
     return pieces
 
 
