@@ -31,6 +31,7 @@ from rostra.parallel.pipeline_split import (
     split_layers,
     tied_aliases,
 )
+from rostra.parallel.recast import cast_at_each_use
 from rostra.parallel.ring import split_ring
 from rostra.parallel.sharded import shard
 from rostra.parallel.stage import AUTOCAST
@@ -90,7 +91,9 @@ def place_stage(
     if layout.compile:
         compile_layers(model)
     loss, dtype = make_loss(head, chunk, layout.compile), AUTOCAST.get(layout.compute)
-    cast = nullcontext if dtype is None else partial(torch.autocast, mesh.device.type, dtype)
+    gathers = layout.engine == "deepspeed" and layout.sharding == "full_shard"
+    autocast = cast_at_each_use if gathers else torch.autocast
+    cast = nullcontext if dtype is None else partial(autocast, mesh.device.type, dtype)
     stage = Stage(model, loss, inputs, first, last, aliases, cast, keys)
     if layout.engine == "torch" and layout.sharding in SHARDED and mesh.grid is not None:
         shard(stage, own_layers(model), mesh, layout)
