@@ -256,7 +256,7 @@ def plan(
 ) -> None:
     """Tell what fits, how fast and at what price, on any hardware, before anything is bought."""
     from rostra.api import plan as make
-    from rostra.plan.explain import show
+    from rostra.plan.show import show
 
     if goal not in ("fastest", "cheapest", "fewest"):
         raise RequestError(f"--goal {goal}: give fastest, cheapest or fewest")

@@ -18,8 +18,8 @@ from rostra.config import config_from_dict
 from rostra.errors import NoLayoutFits, TrainingFailed
 from rostra.layout import Layout, refusals
 from rostra.memory import explain_out_of_memory
-from rostra.plan.explain import in_yaml
 from rostra.plan.request import shape_of
+from rostra.plan.words import in_yaml
 from rostra.train.choose import POSITIONS
 from rostra.train.planned import Start, plan_run
 from support import Done, refused, rostra
@@ -74,7 +74,9 @@ def test_goals_are_the_best_of_their_kind(one: dict[str, Any]) -> None:
     assert cheapest["price"] == min(x["price"] for x in everyone)
     ranks = [Layout.from_dict(x["layout"]).world_size for x in (fewest, *everyone)]
     assert ranks[0] == min(ranks)
-    assert one["chosen"]["layout"] == fastest["layout"]
+    assert one["chosen"]["step_seconds"] <= 1.03 * fastest["step_seconds"]
+    assert one["chosen"]["layout"]["optimizer_states"] == "fp32"  # 8 bits would be hardly faster
+    assert fastest["layout"]["optimizer_states"] == "int8"
     assert {x["ranks"] for x in one["front"]} == {1, 2}
 
 

@@ -35,3 +35,10 @@ def choose(entries: Iterable[Entry], goal: Goal) -> Entry | None:
     most = ABOUT * min(x.seconds for x in left)
     near = (x for x in left if x.seconds <= most)
     return min(near, key=lambda x: (x.ranks, x.parts, x.seconds))
+
+
+def about_beats(one: tuple[float, int, int], other: tuple[float, int, int]) -> bool:
+    """Whether `one` (seconds of a step, devices, bytes of a device) is about as good as `other`
+    in each and in price, or better."""
+    price = one[0] * one[1] <= ABOUT * other[0] * other[1]
+    return price and all(a <= ABOUT * b for a, b in zip(one, other, strict=True))

@@ -9,9 +9,15 @@ import jinja2
 from rich.filesize import decimal
 
 from rostra.errors import RequestError
-from rostra.plan.explain import Explanation, counts, effect_row, headline, in_yaml, row_of
+from rostra.plan.choice import about_beats
+from rostra.plan.explain import Explanation
+from rostra.plan.planner import Plan
 from rostra.plan.results import KINDS, Candidate
 from rostra.plan.shortage import shortage_told
+from rostra.plan.words import counts, headline, rows_of, words
+
+TRADES = 12  # rows
+VERDICTS = 12  # rows that are seen before the rest is asked for
 
 
 def write_page(told: Explanation, path: Path) -> None:
@@ -27,25 +33,44 @@ def page(told: Explanation) -> str:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters["bytes"] = decimal
+    environment.filters.update(bytes=decimal, words=words)
     template = Path(__file__).with_name("plan.html").read_text(encoding="utf-8")
-    plan = told.plan
-    shown = [] if plan.chosen is None else [plan.chosen, *plan.alternatives]
+    plan, chosen = told.plan, told.plan.chosen
+    shown = [] if chosen is None else [chosen, *plan.alternatives]
+    rows = rows_of(plan, shown)
     text = environment.from_string(template).render(
         plan=plan,
-        headline=headline(plan).splitlines(),
-        config="" if plan.chosen is None else "\n".join(in_yaml(plan.chosen.layout)),
+        headline=headline(plan),
+        config="\n".join(told.config),
         shortage=None if plan.feasible else shortage_told(plan),
         counts=counts(plan) if plan.feasible else "",
-        rows=[row_of(plan, x) for x in shown],
-        bars=[_bar(x, plan.cluster.device.memory_bytes) for x in shown],
+        rows=rows,
+        bars=[
+            _bar(x, row["layout"], plan.cluster.device.memory_bytes)
+            for x, row in zip(shown, rows, strict=True)
+        ],
         kinds=_kinds(shown),
-        front=[row_of(plan, x) for x in plan.front[:30]],
-        effects=[effect_row(x, plan.chosen.time.step) for x in told.effects] if plan.chosen else [],
-        why_not=told.why_not,
+        front=rows_of(plan, _trades(plan)),
+        effects=[] if chosen is None else [x.in_words(chosen.time.step) for x in told.effects],
+        why_not=(told.why_not[:VERDICTS], told.why_not[VERDICTS:]),
         ways=told.ways,
     )
     return text + "\n"
+
+
+def _trades(plan: Plan) -> list[Candidate]:
+    """Of the front what differs by more than the models err, evenly thinned to some."""
+    kept: list[Candidate] = []
+    for x in plan.front:
+        if not any(about_beats(_values(other), _values(x)) for other in kept):
+            kept.append(x)
+    if len(kept) <= TRADES:
+        return kept
+    return [kept[round(i * (len(kept) - 1) / (TRADES - 1))] for i in range(TRADES)]
+
+
+def _values(x: Candidate) -> tuple[float, int, int]:
+    return x.time.step, x.layout.world_size, x.memory.peak
 
 
 def _kinds(shown: list[Candidate]) -> list[str]:
@@ -53,9 +78,9 @@ def _kinds(shown: list[Candidate]) -> list[str]:
     return [kind for kind in KINDS if any(x.memory.kinds.get(kind) for x in shown)]
 
 
-def _bar(x: Candidate, room: int) -> dict[str, Any]:
+def _bar(x: Candidate, name: str, room: int) -> dict[str, Any]:
     """A stacked bar over the memory of a device: parts with their share of it in per cent."""
     sizes = {kind: size for kind in KINDS if (size := x.memory.kinds.get(kind, 0))}
     parts = [{"kind": k, "bytes": n, "share": 100 * n / room} for k, n in sizes.items()]
     told = ", ".join(f"{kind} {decimal(size)}" for kind, size in sizes.items())
-    return {"layout": x.layout.describe(), "parts": parts, "told": told, "peak": x.memory.peak}
+    return {"layout": name, "parts": parts, "told": told, "peak": x.memory.peak}

@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from rostra.hardware import Cluster
 from rostra.layout import Layout
-from rostra.plan.choice import ABOUT, choose
+from rostra.plan.choice import about_beats, choose
 from rostra.plan.job import Job
 from rostra.plan.memory import MemoryModel
 from rostra.plan.results import Candidate, Memory, Time
-from rostra.plan.search import GOALS, Entry, Found, Goal, Miss, Models, Room, search
+from rostra.plan.search import GOALS, Entry, Found, Goal, Miss, Models, Room, parts_of, search
 from rostra.plan.space import Limits, Space
 from rostra.plan.techniques import Technique, techniques_of, variants
 from rostra.plan.time import TimeModel
@@ -26,6 +26,7 @@ from rostra.plan.time import TimeModel
 SPARE = {"gpu": 0.03, "cpu": 0.1}
 HOST_SPARE = 0.1
 SHOWN = 6  # strategies beside the chosen one
+FEW = 2  # of them, where none is a trade
 _TRACES = 4  # layouts that are traced before the rest is left to the formulas
 
 
@@ -149,27 +150,24 @@ def make_plan(
 
 
 def _others(found: Found, goal: Goal, chosen: Candidate) -> list[Entry]:
-    """The best layouts of other strategies, by `goal`; last those that are no trade worth a
-    line, as one before them is about as good in time, price, devices and memory, or better."""
-    first = (chosen.time.step, chosen.layout.world_size, chosen.memory.peak)
-    trades, rest = [first], []
+    """The best layouts of other strategies, by `goal`, that are worth a line: none before them
+    is as simple and about as good in time, price, devices and memory. Of the others a few, where
+    there is no such."""
+    best = chosen.time.step, chosen.layout.world_size, chosen.memory.peak
+    trades = [(best, parts_of(chosen.layout))]
     kept: list[Entry] = []
+    rest: list[Entry] = []
     entries = [x for x in found.kinds.values() if isinstance(x, Entry)]
     for x in sorted(entries, key=lambda x: x.by(goal)):
-        values = (x.seconds, x.ranks, x.peak)
+        values = x.seconds, x.ranks, x.peak
         if x.layout == chosen.layout:
             continue
-        if any(_about_beats(other, values) for other in trades):
+        if any(parts <= x.parts and about_beats(other, values) for other, parts in trades):
             rest.append(x)
         else:
-            trades.append(values)
+            trades.append((values, x.parts))
             kept.append(x)
-    return kept + rest
-
-
-def _about_beats(one: tuple[float, int, int], other: tuple[float, int, int]) -> bool:
-    price = one[0] * one[1] <= ABOUT * other[0] * other[1]
-    return price and all(a <= ABOUT * b for a, b in zip(one, other, strict=True))
+    return kept or rest[:FEW]
 
 
 def _choose(plan: Plan, trace: bool) -> Candidate | None:

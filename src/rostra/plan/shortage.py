@@ -14,6 +14,7 @@ from rostra.plan.axes import choose_axes
 from rostra.plan.planner import Plan
 from rostra.plan.results import Memory
 from rostra.plan.search import Room
+from rostra.plan.words import words
 
 
 def shortage_told(plan: Plan) -> str:
@@ -25,10 +26,10 @@ def shortage_told(plan: Plan) -> str:
             f"no layout of this config is legal on {where}: {_refused(plan)}; leave what is "
             "fixed to the plan (parallel: auto)"
         )
-    memory = plan.candidate(miss).memory
+    memory, samples = plan.candidate(miss).memory, miss.layout.micro_batch
     return (
-        f"no layout fits {where}: of {plan.considered:,} the nearest "
-        f"({miss.layout.describe()}, {miss.layout.micro_batch} samples at once) needs "
+        f"no layout fits {where}: of {plan.considered:,} the nearest ({words(miss.layout)}; "
+        f"{samples} sample{'s' * (samples > 1)} at once) needs "
         f"{' and '.join(_lacking(plan.room, memory, miss.layout.world_size))}"
     )
 
@@ -38,8 +39,7 @@ def _lacking(room: Room, memory: Memory, ranks: int) -> Iterator[str]:
     if memory.peak > room.device:
         kinds = sorted(memory.kinds.items(), key=lambda x: -x[1])[:3]
         most = ", ".join(f"{kind} {decimal(size)}" for kind, size in kinds if size)
-        of = f"{decimal(room.device)} that a device has to give"
-        yield f"{decimal(memory.peak)} of the {of} ({most})"
+        yield f"{decimal(memory.peak)} of a device's {decimal(room.device)} ({most})"
     if memory.host_peak > (host := room.host_of(ranks)):
         uses = {
             memory.host: "while it trains",

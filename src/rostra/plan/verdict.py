@@ -6,19 +6,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
+from math import inf
 
 from rich.filesize import decimal
 
 from rostra.config.schema import MemorySection, OffloadTable
 from rostra.errors import RequestError
 from rostra.hardware import Cluster, device_names, read_cluster
+from rostra.plan.choice import choose
 from rostra.plan.job import Job
 from rostra.plan.memory import MemoryModel
 from rostra.plan.planner import Plan, assess, room_of
 from rostra.plan.results import Candidate, Time
-from rostra.plan.search import Entry, Miss, Models, kind_of, search
+from rostra.plan.search import Entry, Miss, Models, kind_of, parts_of, search
 from rostra.plan.space import Limits, Space
 from rostra.plan.techniques import TECHNIQUES, adds
+from rostra.plan.words import amount, words
 
 SHORTEST = 256  # positions; shorter samples are no longer the same work
 MOST = 16  # times the devices that were asked for
@@ -32,6 +35,8 @@ class Verdict:
     strategy: str
     reason: str
     candidate: Candidate | None  # None: nothing of it fits
+    parts: int  # of its best layout, see `rostra.plan.search.parts_of`
+    shortage: int = 0  # bytes that a rank lacks of its best layout
 
     def to_dict(self) -> dict[str, str]:
         return {"strategy": self.strategy, "reason": self.reason}
@@ -50,29 +55,26 @@ def verdicts(plan: Plan) -> list[Verdict]:
         other = plan.candidate(entry)
         slower = entry.seconds / chosen.time.step - 1
         what = f"{abs(slower):.0%} {'slower' if slower >= 0 else 'faster'}"
+        if abs(slower) < 0.005:
+            what = "as fast"
         if entry.ranks != chosen.layout.world_size:
             what += f", on {entry.ranks} device{'s' * (entry.ranks > 1)}"
         if other.price is not None and chosen.price is not None:
-            what += f", {other.price - chosen.price:+,.0f} {plan.cluster.currency}"
-        found.append(Verdict(_strategy(plan, entry), what, other))
+            more = other.price - chosen.price
+            what += f", {'+' if more >= 0 else '-'}{amount(abs(more))} {plan.cluster.currency}"
+        found.append(Verdict(_strategy(plan, entry), what, other, entry.parts))
     misses = [x for x in plan.found.kinds.values() if isinstance(x, Miss)]
     for miss in sorted(misses, key=lambda x: x.shortage):
-        said = f"does not fit: {decimal(miss.shortage)} too much on a device at the least"
-        found.append(Verdict(_strategy(plan, miss), said, None))
+        said = f"does not fit: {decimal(miss.shortage)} short at the least"
+        parts, strategy = parts_of(miss.layout), _strategy(plan, miss)
+        found.append(Verdict(strategy, said, None, parts, miss.shortage))
     return found
 
 
 def _strategy(plan: Plan, entry: Entry | Miss) -> str:
-    layout = entry.layout
-    axes = [f"{axis} {n}" for axis in ("tensor", "context", "pipeline", "replicate", "shard")
-            if (n := getattr(layout, axis)) > 1]  # fmt: skip
-    words: list[str] = [layout.engine] if layout.engine != "torch" else []
-    words += [layout.sharding, *axes]
-    if layout.offload_parameters != "none" or layout.offload_optimizer != "none":
-        words.append("offload")
-    if entry.variant:
-        words += _techniques(plan, entry.variant)
-    return ", ".join(words)
+    """The best layout of its kind, with the techniques that it uses."""
+    used = _techniques(plan, entry.variant) if entry.variant else []
+    return ", ".join([words(entry.layout), *used])
 
 
 def _techniques(plan: Plan, variant: int) -> list[str]:
@@ -137,13 +139,14 @@ def _first(plan: Plan, tries: list[tuple[Change, ...]]) -> Way | None:
 
 
 def fitting(job: Job, cluster: Cluster) -> Candidate | None:
-    """A layout of `job` that fits all of `cluster`, if any does: the first that is found."""
+    """A layout of `job` that fits all of `cluster`, if any does: one of the simplest."""
     one = None if job.config.memory.optimizer_in_backward else 1  # sample at once: the least
     limits = Limits(ranks=cluster.devices, compile=False, positions=one)
     models = Models(MemoryModel(job, cluster), lambda _: _NO_TIME, room_of(cluster))
-    for block in Space(job, cluster, limits).blocks():
+    blocks = Space(job, cluster, limits).blocks()
+    for block in sorted(blocks, key=lambda x: parts_of(x.frames[0].layout(1, 1))):
         found = search([block], models)
-        if (entry := found.best("fewest")) is not None:
+        if (entry := choose(found.bests.values(), "fewest")) is not None:
             return assess(job, cluster, entry.layout)
     return None
 
@@ -232,7 +235,7 @@ def _grown(cluster: Cluster, times: int) -> Cluster:
 
 
 def _other_devices(plan: Plan) -> Iterator[Change]:
-    """The catalogue's larger devices, as many of them, the smallest first."""
+    """The catalogue's larger devices, as many of them, the cheapest first."""
     here = plan.cluster.device
     larger = []
     for name in device_names():
@@ -242,9 +245,14 @@ def _other_devices(plan: Plan) -> Iterator[Change]:
             continue
         if cluster.device.kind == "gpu" and cluster.device.memory_bytes > here.memory_bytes:
             larger.append(cluster)
-    for cluster in sorted(larger, key=lambda x: x.device.memory_bytes):
+    for cluster in sorted(larger, key=lambda x: (x.price_per_hour or inf, x.device.memory_bytes)):
 
         def apply(job: Job, _: Cluster, instead: Cluster = cluster) -> tuple[Job, Cluster]:
             return job, instead
 
-        yield Change("device", f"{cluster.devices} x {cluster.device.name}", apply)
+        yield Change("device", f"{cluster.devices} x {cluster.device.name}{_at(cluster)}", apply)
+
+
+def _at(cluster: Cluster) -> str:
+    price = cluster.price_per_hour
+    return "" if price is None else f" ({price:g} {cluster.currency} an hour each)"

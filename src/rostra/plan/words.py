@@ -1,0 +1,200 @@
+"""A plan's figures in words: layouts, durations, money, and the rows that its tables are made of.
+The terminal and the page say the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.filesize import decimal
+
+from rostra.layout import KEYS, Layout
+from rostra.plan.choice import ABOUT
+from rostra.plan.planner import Plan
+from rostra.plan.results import Candidate
+
+_PLACES = {"cpu": "the host", "nvme": "NVMe"}
+# What a config or a technique settles, not the layout: told where layouts differ in it.
+_SETTLED = (
+    "compute", "reduction", "quantization", "adapter", "optimizer_states",
+    "optimizer_in_backward",
+)  # fmt: skip
+
+
+def words(layout: Layout) -> str:
+    """A layout in a line, `full_shard 4, tensor 2, full checkpointing`: how the work is split,
+    what is computed again, and what waits elsewhere."""
+    return ", ".join(_parts(layout)) or "one process"
+
+
+def words_apart(layouts: Sequence[Layout]) -> list[str]:
+    """Layouts in words, with what their configs settle where it is not the same in all."""
+    differ = [name for name in _SETTLED if len({getattr(x, name) for x in layouts}) > 1]
+    plain = Layout(1, 1)
+    told = []
+    for layout in layouts:
+        values = {name: getattr(layout, name) for name in differ}
+        more = [
+            name if value is True else f"{name} {value}"
+            for name, value in values.items()
+            if value != getattr(plain, name)
+        ]
+        told.append(", ".join([*_parts(layout), *more]) or "one process")
+    return told
+
+
+def _parts(x: Layout) -> Iterator[str]:
+    if x.engine != "torch":
+        yield x.engine
+    if data := _data(x):
+        yield data
+    if x.tensor > 1:
+        yield f"tensor {x.tensor}"
+    if x.context > 1:
+        yield f"context {x.context} ({x.context_method})"
+    if x.pipeline > 1:
+        stages = f", {x.stages} stages a rank" if x.stages > 1 else ""
+        yield f"pipeline {x.pipeline} ({x.pipeline_schedule}{stages})"
+    mode = x.activation_checkpointing
+    if mode == "offload":
+        yield "activations on the host"
+    elif mode != "none":
+        yield f"{mode} checkpointing"
+    places = {"parameters": x.offload_parameters, "optimizer": x.offload_optimizer}
+    for place, name in _PLACES.items():
+        if there := " and ".join(what for what, at in places.items() if at == place):
+            yield f"{there} on {name}"
+    if x.compile:
+        yield "compiled"
+
+
+def _data(x: Layout) -> str:
+    """How the ranks of the data hold the model."""
+    match x.sharding:
+        case "no_shard":
+            return f"replicate {x.replicate}" if x.replicate > 1 else ""
+        case "hybrid_shard":
+            return f"hybrid_shard {x.replicate} x {x.shard}"
+        case _:
+            return f"{x.sharding} {x.shard}" if x.shard > 1 else x.sharding
+
+
+def duration(hours: float) -> str:
+    """Three digits in the unit that suits."""
+    seconds = 3600 * hours
+    units = (("days", 86400.0, 3.0), ("h", 3600.0, 1.5), ("min", 60.0, 1.5), ("s", 1.0, 1.0))
+    for unit, size, least in units:
+        if seconds >= least * size:
+            return f"{_digits(seconds / size)} {unit}"
+    return f"{_digits(1000 * seconds)} ms"
+
+
+def amount(money: float) -> str:
+    return f"{money:,.0f}" if money >= 100 else f"{money:,.2f}"
+
+
+def _digits(x: float) -> str:
+    return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
+
+
+def headline(plan: Plan) -> list[str]:
+    """Model, work and hardware, a line for each."""
+    job, cluster = plan.job, plan.cluster
+    price = cluster.price_per_hour
+    cost = "" if price is None else f", {price:g} {cluster.currency} an hour each"
+    measured = ", as measured here" if cluster.calibrated else ""
+    tokens = "" if job.tokens is None else f", {job.tokens:,} tokens in all"
+    name = job.config.model.pretrained or job.config.model.preset or job.sizes.family
+    return [
+        f"{name} on {cluster.name or cluster.device.name}",
+        f"{job.sizes.parameters:,} parameters, {cluster.devices} x {cluster.device.name} of "
+        f"{decimal(cluster.device.memory_bytes)}{cost}{measured}",
+        f"{job.global_batch:,} samples of {job.length:,} tokens a step{tokens}",
+    ]
+
+
+def counts(plan: Plan) -> str:
+    """How the choice was made."""
+    assert plan.chosen is not None
+    source = "checked by a trace" if plan.chosen.memory.source == "trace" else "by formulas"
+    return (
+        f"{plan.considered:,} layouts considered in {plan.search_seconds:.1f} s, "
+        f"{plan.found.fitting:,} of them fit. The first is {_choice(plan)}. Its memory is {source}"
+    )
+
+
+def _choice(plan: Plan) -> str:
+    """What the chosen layout is among those that fit; beside the best by the plan's own goal,
+    where that is another one."""
+    assert plan.chosen is not None
+    best = plan.best(plan.goal)
+    named = {"fastest": "fastest", "cheapest": "cheapest", "fewest": "on the fewest devices"}
+    goal = named[plan.goal]
+    if best is None or best.layout == plan.chosen.layout:
+        return f"the {goal}" if plan.goal != "fewest" else goal
+    what = f"the simplest within {ABOUT - 1:.0%} of the {goal}"
+    if plan.goal == "fewest":
+        what = f"{goal}, the simplest within {ABOUT - 1:.0%} of the fastest there"
+    seconds, least = plan.chosen.time.step, best.time.step
+    devices = plan.chosen.layout.world_size, best.layout.world_size
+    if plan.goal == "cheapest":
+        gain, better = 1 - least * devices[1] / (seconds * devices[0]), "cheaper"
+    else:
+        gain, better = 1 - least / seconds, "quicker"
+    on = "" if devices[0] == devices[1] else f" on {devices[1]} devices"
+    return f"{what} ({words(best.layout)}{on}: {gain:.1%} {better})"
+
+
+def row_of(plan: Plan, x: Candidate, name: str | None = None) -> dict[str, str]:
+    """A candidate in words, by column."""
+    layout = x.layout
+    return {
+        "layout": name or words(layout),
+        "devices": str(layout.world_size),
+        "samples": f"{layout.micro_batch} x {layout.accumulation}",
+        "memory": decimal(x.memory.peak),
+        "step": duration(x.time.step / 3600),
+        "tokens/s": f"{x.tokens_per_second:,.0f}",
+        "MFU": f"{x.mfu:.0%}",
+        **({} if x.hours is None else {"run": duration(x.hours)}),
+        **({} if x.price is None else {plan.cluster.currency: amount(x.price)}),
+    }
+
+
+def rows_of(plan: Plan, shown: Sequence[Candidate]) -> list[dict[str, str]]:
+    names = words_apart([x.layout for x in shown])
+    return [row_of(plan, x, name) for x, name in zip(shown, names, strict=True)]
+
+
+def signed_bytes(size: int) -> str:
+    return f"{'+' if size >= 0 else '-'}{decimal(abs(size))}" if abs(size) >= 1e6 else "same"
+
+
+def signed_share(share: float) -> str:
+    return f"{share:+.0%}" if abs(share) >= 0.005 else "same"
+
+
+def in_yaml(layout: Layout) -> list[str]:
+    """The layout as lines of a config."""
+    plain, sections = Layout(1, 1), dict[str, list[str]]()
+    for name, key in KEYS.items():
+        value = getattr(layout, name)
+        if name == "micro_batch" or value != getattr(plain, name):
+            section, _, inner = key.partition(".")
+            value = str(value).lower() if isinstance(value, bool) else value
+            sections.setdefault(section, []).append(f"{inner}: {value}")
+    if "parallel" in sections and layout.shard > 1 and layout.sharding == "full_shard":
+        sections["parallel"].remove("sharding: full_shard")  # what `shard` alone says
+    return [f"{name}: {{{', '.join(_nested(inner))}}}" for name, inner in sections.items()]
+
+
+def _nested(keys: list[str]) -> Iterator[str]:
+    """`offload.optimizer: cpu` as `offload: {optimizer: cpu}`."""
+    tables: dict[str, list[str]] = {}
+    for key in keys:
+        name, _, value = key.partition(": ")
+        outer, dot, inner = name.partition(".")
+        if dot:
+            tables.setdefault(outer, []).append(f"{inner}: {value}")
+        else:
+            yield key
+    yield from (f"{name}: {{{', '.join(inner)}}}" for name, inner in tables.items())
