@@ -27,6 +27,7 @@ from rostra.config.schema import OptimizerSection, ScheduleSection
 from rostra.errors import RequestError
 from rostra.events import Events
 from rostra.layout import Layout
+from rostra.models import SeededWeights, model_on_meta
 from rostra.optim import LossScale, chunked_cross_entropy, make_schedule
 from rostra.parallel.deepspeed_engine import DeepSpeedEngine
 from rostra.parallel.deepspeed_start import (
@@ -364,7 +365,7 @@ def from_meta(keys: dict[str, Any], folder: str, index: Any) -> list[float]:
     for name, buffer in model.named_buffers():  # what depends on the shape alone
         empty.get_submodule(name.rpartition(".")[0])._buffers[name.rpartition(".")[2]] = buffer
     weights = Below("model", PieceReader(Path(folder), index))
-    engine = engine_of({"sharding": "full_shard"}, model=empty, weights=weights)
+    engine = engine_of({"sharding": "full_shard", **keys}, model=empty, weights=weights)
     found = [loss for loss, _, _ in steps(engine, 0, STEPS)]
     engine.close()
     return found
@@ -381,6 +382,20 @@ def test_a_model_on_the_meta_device_is_filled_in_parts(
     keys = {"offload_parameters": place, "offload_optimizer": place}
     for found in ranks.run(2, from_meta, keys, str(tmp_path), merge([saved["index"]])):
         assert found == pytest.approx(right, abs=1e-5)
+
+
+def test_one_process_takes_its_weights_in_parts() -> None:
+    """In a process group that is there before them, and gone in the end."""
+    shape = model_of().config
+    layout = Layout(2, 4, engine="deepspeed", sharding="full_shard")
+    weights = SeededWeights(shape, 1)
+    engine = build_engine(
+        config_of("adamw"), layout, model_on_meta(shape), CPU, 10, Events(), weights
+    )
+    found = [loss for loss, _, _ in steps(engine, 0, STEPS)]
+    engine.close()
+    assert found == pytest.approx([loss for loss, _, _ in expected()["steps"]], abs=1e-5)
+    assert not dist.is_initialized()
 
 
 def losses_of(keys: dict[str, Any], *arguments: Any, **more: Any) -> list[float]:

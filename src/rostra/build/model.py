@@ -38,7 +38,7 @@ def build_model(
 ) -> Built:
     """The model of the config in float32, made for `tokenizer`, whose token ids are all below
     `vocabulary`; on the CPU with its weights, or, `in_parts` or tuned, on the meta device with a
-    reader of them, so that no rank holds it whole."""
+    reader of them, so that no host holds it whole."""
     section, length = config.model, config.data.sequence_length
     if config.adapter.kind != "none":
         built = _tuned(config, tokenizer, vocabulary, events)

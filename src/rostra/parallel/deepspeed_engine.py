@@ -39,20 +39,16 @@ class DeepSpeedEngine(MeshEngine):
     """
 
     config: dict[str, Any]
+    own_group: bool = False  # the process group was started for it
 
     def __post_init__(self) -> None:
         deepspeed = import_deepspeed(self.device)
-        self._own_group = not dist.is_initialized()
-        if self._own_group:
-            backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
-            store = dist.HashStore()  # type: ignore[attr-defined]
-            dist.init_process_group(backend, store=store, rank=0, world_size=1)
         self._named: Named = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
         self._zero_stage: int = self.config["zero_optimization"]["stage"]
         try:
             self._start(deepspeed)
         except BaseException:
-            if self._own_group:
+            if self.own_group:
                 dist.destroy_process_group()
             raise
 
@@ -179,5 +175,5 @@ class DeepSpeedEngine(MeshEngine):
         deepspeed = import_deepspeed(self.device)
         self._engine.destroy()
         forget_group(deepspeed)
-        if self._own_group:
+        if self.own_group:
             dist.destroy_process_group()

@@ -45,6 +45,17 @@ def import_deepspeed(device: torch.device) -> Any:
     return deepspeed
 
 
+def start_group(device: torch.device) -> bool:
+    """DeepSpeed works in a process group, a single rank too. Whether one was started for it,
+    which then ends with the engine."""
+    if dist.is_initialized():
+        return False
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    return True
+
+
 def off_standard_output() -> AbstractContextManager[Any]:
     """DeepSpeed prints what it compiles; standard output is for results."""
     return redirect_stdout(sys.stderr)

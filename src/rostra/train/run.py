@@ -111,9 +111,9 @@ class _Training:
         self.loader.check(self.steps)
         if checkpoint is not None:
             _check_length(checkpoint.position.step, self.steps, folder)
-        alone = world_size() == 1
+        in_parts = world_size() > 1 or self.device.type != "cpu"
         built = build_model(
-            config, self.prepared.tokenizer, self.prepared.vocabulary_size, events, not alone
+            config, self.prepared.tokenizer, self.prepared.vocabulary_size, events, in_parts
         )
         self.counts, self.adapter = built.counts, built.adapter
         self.plan: Plan | None = None  # of rank 0
