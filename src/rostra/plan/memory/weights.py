@@ -69,6 +69,8 @@ class Unit:
     trained_gathered: float = 0.0  # padded
     states: float = 0.0  # bytes of the optimizer's for `trained`
     states_part: float = 0.0
+    pinned: float = 0.0  # what `part` takes in pinned memory, and so what trains of it in float32
+    trained_pinned: float = 0.0
     largest: float = 0.0  # numbers of the largest matrix that trains, in its shard
 
     def __add__(self, other: Unit) -> Unit:
@@ -96,6 +98,7 @@ def unit_of(
             total += Unit(
                 whole=bytes_, part=bytes_ * share, gathered=bytes_,
                 scales=m.scales, scales_part=m.scales * share,
+                pinned=pinned(m.packed * share) + pinned(m.scales * share),
             )  # fmt: skip
             continue
         padded = part * shards
@@ -111,9 +114,17 @@ def unit_of(
             trained_gathered=padded * trains,
             states=numbers * per,
             states_part=part * per,
+            pinned=pinned(part * m.each),
+            trained_pinned=pinned(FLOAT * part * trains),
             largest=part * trains,
         )
     return total
+
+
+def pinned(size: float) -> float:
+    """Bytes of the host that `size` bytes of a pinned tensor take: PyTorch rounds them up to a
+    power of two (`torch.cuda.host_memory_stats`)."""
+    return float(1 << (int(size) - 1).bit_length()) if size >= 1 else 0.0
 
 
 def under_way(matrices: Iterable[Matrix], tensor: int) -> float:
