@@ -243,7 +243,7 @@ def plan(
         typer.Option(
             metavar="LIST",
             help="what may be used beside: lora, qlora, int8-states, int4-states, fp8-states, "
-            "paged-int8-states, bf16-pure, fp8, bf16-reduction, in-backward, compile",
+            "paged-int8-states, bf16-pure, fp16, fp8, bf16-reduction, in-backward, compile",
         ),
     ] = [],  # noqa: B006
     goal: Annotated[str, typer.Option(help="fastest, cheapest or fewest (devices)")] = "fastest",

@@ -261,18 +261,20 @@ def _worth(x: Entry | None) -> Any:
     return x and (x.seconds, x.ranks, x.parts)
 
 
-def test_what_is_hardly_faster_is_not_chosen() -> None:
-    """Time and devices as a search has them; the simplest of those within 3%."""
-    plain = Entry(1.02, 0, 8, Layout(1, 1, shard=8, sharding="full_shard"), 0)
-    split = Layout(1, 1, shard=4, tensor=2, sharding="full_shard")
+def test_each_part_has_to_gain_three_per_cent() -> None:
+    plain = Entry(1.02, 0, 8, Layout(1, 1, replicate=8), 0)
+    split = Layout(1, 1, replicate=4, tensor=2)
     tensor = Entry(1.0, 0, 8, split, 0, parts_of(split))
-    fewer = Entry(1.03, 0, 4, Layout(1, 2, replicate=4), 0)
+    fewer = Entry(1.04, 0, 4, Layout(1, 2, replicate=4), 0)
     assert choose([tensor, plain], "fastest") == plain
     assert choose([tensor, replace(plain, seconds=1.04)], "fastest") == tensor
-    assert choose([tensor, plain, fewer], "fastest") == fewer  # half the price for the same
+    assert choose([tensor, plain, fewer], "fastest") == fewer  # half the price for as much
     assert choose([tensor, plain, replace(fewer, seconds=2.05)], "cheapest") == plain
-    assert choose([tensor, plain, replace(fewer, seconds=3.0)], "fewest").ranks == 4
+    least = replace(fewer, seconds=3.0)
+    assert choose([tensor, plain, least], "fewest") == least
     assert choose([], "cheapest") is None
+    both = replace(split, offload_optimizer="cpu", sharding="full_shard")
+    assert (parts_of(plain.layout), parts_of(split), parts_of(both)) == (0, 1, 2.5)
 
 
 def _values(x: Entry) -> tuple[float, float, int, int]:

@@ -1,13 +1,14 @@
 """Which of the layouts that a search has found a plan takes.
 
 The best by its own figures is seldom it: the models err by some per cent, and within that a
-layout with tensor parallelism or offloading is no better than a plain one. Of those about as good
-as the best the plan takes the one with the least to go wrong.
+layout with tensor parallelism or offloading is no better than a plain one. So each part that a
+layout has beside plain data parallelism has to earn its place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import log2
 
 from rostra.plan.search import Entry, Goal
 
@@ -15,26 +16,24 @@ ABOUT = 1.03  # times as much is about the same
 
 
 def choose(entries: Iterable[Entry], goal: Goal) -> Entry | None:
-    """Of `entries` that are about as good as the best by `goal`, the simplest.
+    """The best of `entries` by `goal`, where each part (`rostra.plan.search.parts_of`) has to
+    gain 3%, and so has each doubling of devices (`fastest`) or of time (`cheapest`). `fewest` are
+    the fewest devices, and of the layouts on so many that of `fastest`.
 
-    `fastest`: of those about as fast, the fewest devices, then the fewest parts
-    (`rostra.plan.search.parts_of`), then the fastest. `cheapest`: of those about as cheap, the
-    fewest parts, then the fastest. `fewest`: on the fewest devices, as `fastest`. As each is the
-    fastest of its devices and parts, the fastest of each (`Found.bests`) are enough to be exact.
+    Of so many devices and parts the fastest is always the best: those of each
+    (`Found.bests`) are enough to be exact.
     """
     left = list(entries)
-    if not left:
-        return None
-    if goal == "fewest":
+    if goal == "fewest" and left:
         least = min(x.ranks for x in left)
         left = [x for x in left if x.ranks == least]
+    return min(left, key=lambda x: (_cost(x, goal), x.by(goal)), default=None)
+
+
+def _cost(x: Entry, goal: Goal) -> float:
     if goal == "cheapest":
-        most = ABOUT * min(x.seconds * x.ranks for x in left)
-        near = (x for x in left if x.seconds * x.ranks <= most)
-        return min(near, key=lambda x: (x.parts, x.seconds, x.ranks))
-    most = ABOUT * min(x.seconds for x in left)
-    near = (x for x in left if x.seconds <= most)
-    return min(near, key=lambda x: (x.ranks, x.parts, x.seconds))
+        return float(x.seconds * x.ranks * ABOUT ** (x.parts + log2(x.seconds)))
+    return float(x.seconds * ABOUT ** (x.parts + log2(x.ranks)))
 
 
 def about_beats(one: tuple[float, int, int], other: tuple[float, int, int]) -> bool:

@@ -87,8 +87,8 @@ def _refused(plan: Plan, layout: Layout) -> str | None:
     if refused := refusals(layout):
         return refused[0].name
     device = plan.cluster.device
-    if layout.compute == "fp8" and "fp8" not in device.flops:
-        return f"no float8 products on {device.name}"
+    if layout.compute in ("fp8", "fp16") and layout.compute not in device.flops:
+        return f"no {layout.compute} products on {device.name}"
     if layout.offload_optimizer != "none" and device.kind == "cpu":
         return "the host is the device"
     return None
@@ -128,7 +128,8 @@ def _neighbours(job: Job, layout: Layout) -> Iterator[tuple[str, bool, Layout, J
             yield axis, getattr(layout, axis) > 1, split, job
     compiled = replace(layout, compile=not layout.compile)
     yield "compile", layout.compile, compiled, job
-    for name in ("lora", "qlora", "int8-states", "fp8"):
+    names = ("lora", "qlora", "int8-states", "fp16", "fp8")
+    for name in names if layout.compute == "fp32" else (n for n in names if n != "fp16"):
         if adds(TECHNIQUES[name], job.config):
             config = TECHNIQUES[name].change(job.config)
             fields: dict[str, Any] = {
@@ -136,8 +137,8 @@ def _neighbours(job: Job, layout: Layout) -> Iterator[tuple[str, bool, Layout, J
                 "quantization": config.quantization.kind,
                 "optimizer_states": config.memory.optimizer_states,
             }
-            if name == "fp8":
-                fields["compute"] = "fp8"
+            if name in ("fp16", "fp8"):
+                fields["compute"] = name
             yield name, False, replace(layout, **fields), replace(job, config=config)
 
 

@@ -16,7 +16,7 @@ from rostra.plan.choice import about_beats, choose
 from rostra.plan.job import Job
 from rostra.plan.memory import MemoryModel
 from rostra.plan.results import Candidate, Memory, Time
-from rostra.plan.search import GOALS, Entry, Found, Goal, Miss, Models, Room, parts_of, search
+from rostra.plan.search import GOALS, Entry, Found, Goal, Miss, Models, Room, search, simplicity
 from rostra.plan.space import Limits, Space
 from rostra.plan.techniques import Technique, techniques_of, variants
 from rostra.plan.time import TimeModel
@@ -43,6 +43,7 @@ class Plan:
     room: Room
     search_seconds: float
     chosen: Candidate | None
+    narrowly: Candidate | None = None  # better by the goal, by too little for what it is made of
     alternatives: tuple[Candidate, ...] = ()  # the best layouts of other strategies
     notes: tuple[str, ...] = ()  # what was assumed
 
@@ -121,8 +122,8 @@ def make_plan(
     trace: bool = False,
     notes: Sequence[str] = (),
 ) -> Plan:
-    """Search every layout that the config leaves open, and choose by `goal`: of those about as
-    good as the best the simplest (`rostra.plan.choice`).
+    """Search every layout that the config leaves open, and choose by `goal` the best, in which
+    each part has to earn its place (`rostra.plan.choice`).
 
     `allow` names techniques that may be used beside (see `rostra.plan.techniques`). With `trace`,
     the memory of the choice is checked by running its engine on fake tensors, where that can be
@@ -142,36 +143,42 @@ def make_plan(
         job=job, cluster=cluster, goal=goal, allowed=allowed, jobs=jobs, found=found, room=room,
         search_seconds=time.perf_counter() - began, chosen=None, notes=tuple(notes),
     )  # fmt: skip
-    chosen = _choose(plan, trace and not dist.is_initialized())
-    if chosen is None:
+    choice = _choose(plan, trace and not dist.is_initialized())
+    if choice is None:
         return plan
+    chosen, best = choice
     shown = _others(found, goal, chosen)[:SHOWN]
-    return replace(plan, chosen=chosen, alternatives=tuple(map(plan.candidate, shown)))
+    return replace(
+        plan,
+        chosen=chosen,
+        narrowly=None if best.layout == chosen.layout else plan.candidate(best),
+        alternatives=tuple(map(plan.candidate, shown)),
+    )
 
 
 def _others(found: Found, goal: Goal, chosen: Candidate) -> list[Entry]:
-    """The best layouts of other strategies, by `goal`, that are worth a line: none before them
-    is as simple and about as good in time, price, devices and memory. Of the others a few, where
-    there is no such."""
+    """The best layouts of other strategies, by `goal`, that are worth a line: no simpler one is
+    about as good in time, price, devices and memory. Where there is no such, a few of the rest."""
     best = chosen.time.step, chosen.layout.world_size, chosen.memory.peak
-    trades = [(best, parts_of(chosen.layout))]
+    trades = [best]
     kept: list[Entry] = []
     rest: list[Entry] = []
     entries = [x for x in found.kinds.values() if isinstance(x, Entry)]
-    for x in sorted(entries, key=lambda x: x.by(goal)):
+    for x in sorted(entries, key=lambda x: (x.parts, x.by(goal))):
         values = x.seconds, x.ranks, x.peak
         if x.layout == chosen.layout:
             continue
-        if any(parts <= x.parts and about_beats(other, values) for other, parts in trades):
+        if any(about_beats(other, values) for other in trades):
             rest.append(x)
         else:
-            trades.append((values, x.parts))
+            trades.append(values)
             kept.append(x)
-    return kept or rest[:FEW]
+    return sorted(kept, key=lambda x: x.by(goal)) or rest[:FEW]
 
 
-def _choose(plan: Plan, trace: bool) -> Candidate | None:
-    """The plan's choice whose trace, if it can be made, finds room for it too."""
+def _choose(plan: Plan, trace: bool) -> tuple[Candidate, Entry] | None:
+    """The plan's choice whose trace, if it can be made, finds room for it too, and the best by
+    the goal itself of those that were left to choose from."""
     found = plan.found
     strategies = [x for x in found.kinds.values() if isinstance(x, Entry)]
     left = {*found.bests.values(), *found.front, *strategies}
@@ -179,11 +186,12 @@ def _choose(plan: Plan, trace: bool) -> Candidate | None:
         if (entry := choose(left, plan.goal)) is None:
             return None
         candidate = plan.candidate(entry)
+        best = min(left, key=lambda x: (x.by(plan.goal), simplicity(x.layout)))
         if not trace or traces == _TRACES or not _traceable(entry.layout):
-            return candidate
+            return candidate, best
         memory = _traced(plan.jobs[entry.variant], entry.layout, plan.cluster, candidate.memory)
         if not plan.room.shortage(memory, entry.ranks):
-            return replace(candidate, memory=memory)
+            return replace(candidate, memory=memory), best
         # the formulas gave so many bytes for what does not fit
         left = {x for x in left if x.peak < entry.peak}
     return None

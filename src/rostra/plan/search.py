@@ -71,7 +71,7 @@ class Entry:
     ranks: int
     layout: Layout
     variant: int
-    parts: int = 0  # beside plain data parallelism, with the techniques; see `parts_of`
+    parts: float = 0.0  # beside plain replicas, with the techniques; see `parts_of`
 
     def by(self, goal: Goal) -> tuple[float, float]:
         """What `goal` compares; smaller is better."""
@@ -103,7 +103,7 @@ class Found:
 
     considered: int = 0
     fitting: int = 0
-    bests: dict[tuple[int, int], Entry] = field(default_factory=dict)  # by ranks, parts: fastest
+    bests: dict[tuple[int, float], Entry] = field(default_factory=dict)  # by ranks, parts: fastest
     fronts: dict[int, list[Entry]] = field(default_factory=dict)  # by ranks: time against memory
     kinds: dict[tuple[Any, ...], Entry | Miss] = field(default_factory=dict)
 
@@ -203,11 +203,11 @@ def kind_of(layout: Layout, variant: int = 0) -> tuple[Any, ...]:
     return variant, layout.engine, layout.sharding, split, host
 
 
-def parts_of(layout: Layout) -> int:
-    """What a layout has beside PyTorch's own data parallelism, sharded or not: axes that split
-    a sample or the model, two axes of data, a schedule other than 1F1B, another engine, and each
-    thing that waits on the host or on disk."""
-    return sum((
+def parts_of(layout: Layout) -> float:
+    """What a layout has beside replicas of PyTorch's own: axes that split a sample or the model,
+    two axes of data, a schedule other than 1F1B, another engine, and each thing that waits on
+    the host or on disk. Sharding is half a part."""
+    return (layout.sharding != "no_shard") / 2 + sum((
         layout.tensor > 1,
         layout.context > 1,
         layout.pipeline > 1,

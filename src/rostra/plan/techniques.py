@@ -65,6 +65,9 @@ TECHNIQUES: dict[str, Technique] = {
             _section("precision", compute="bf16_pure"),
         ),
         Technique(
+            "fp16", "precision", "precision.compute: fp16", _section("precision", compute="fp16"),
+        ),
+        Technique(
             "fp8", "precision", "precision.compute: fp8", _section("precision", compute="fp8"),
         ),
         Technique(

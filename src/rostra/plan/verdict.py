@@ -35,7 +35,7 @@ class Verdict:
     strategy: str
     reason: str
     candidate: Candidate | None  # None: nothing of it fits
-    parts: int  # of its best layout, see `rostra.plan.search.parts_of`
+    parts: float  # of its best layout, see `rostra.plan.search.parts_of`
     shortage: int = 0  # bytes that a rank lacks of its best layout
 
     def to_dict(self) -> dict[str, str]:
@@ -73,7 +73,7 @@ def verdicts(plan: Plan) -> list[Verdict]:
 
 def _strategy(plan: Plan, entry: Entry | Miss) -> str:
     """The best layout of its kind, with the techniques that it uses."""
-    used = _techniques(plan, entry.variant) if entry.variant else []
+    used = [x for x in _techniques(plan, entry.variant) if x != "compile"] if entry.variant else []
     return ", ".join([words(entry.layout), *used])
 
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from rich.filesize import decimal
 
 from rostra.layout import KEYS, Layout
-from rostra.plan.choice import ABOUT
 from rostra.plan.planner import Plan
 from rostra.plan.results import Candidate
 
@@ -123,25 +122,20 @@ def counts(plan: Plan) -> str:
 
 
 def _choice(plan: Plan) -> str:
-    """What the chosen layout is among those that fit; beside the best by the plan's own goal,
-    where that is another one."""
+    """What the chosen layout is among those that fit, and which it is preferred to."""
     assert plan.chosen is not None
-    best = plan.best(plan.goal)
-    named = {"fastest": "fastest", "cheapest": "cheapest", "fewest": "on the fewest devices"}
+    named = {"fastest": "the fastest", "cheapest": "the cheapest", "fewest": "on fewest devices"}
     goal = named[plan.goal]
-    if best is None or best.layout == plan.chosen.layout:
-        return f"the {goal}" if plan.goal != "fewest" else goal
-    what = f"the simplest within {ABOUT - 1:.0%} of the {goal}"
-    if plan.goal == "fewest":
-        what = f"{goal}, the simplest within {ABOUT - 1:.0%} of the fastest there"
-    seconds, least = plan.chosen.time.step, best.time.step
+    if (best := plan.narrowly) is None:
+        return goal
     devices = plan.chosen.layout.world_size, best.layout.world_size
+    gain, better = 1 - best.time.step / plan.chosen.time.step, "quicker"
     if plan.goal == "cheapest":
-        gain, better = 1 - least * devices[1] / (seconds * devices[0]), "cheaper"
-    else:
-        gain, better = 1 - least / seconds, "quicker"
+        gain, better = 1 - (1 - gain) * devices[1] / devices[0], "cheaper"
+    if gain < 0.001:
+        return goal
     on = "" if devices[0] == devices[1] else f" on {devices[1]} devices"
-    return f"{what} ({words(best.layout)}{on}: {gain:.1%} {better})"
+    return f"{goal} but for what gains too little ({words(best.layout)}{on}: {gain:.1%} {better})"
 
 
 def row_of(plan: Plan, x: Candidate, name: str | None = None) -> dict[str, str]:
