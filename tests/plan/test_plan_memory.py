@@ -23,6 +23,7 @@ from rostra.hardware.cluster import Cluster, Device, Link, Node
 from rostra.layout import Layout
 from rostra.plan.job import Job, job_of
 from rostra.plan.memory import MemoryModel
+from rostra.plan.memory.weights import FLOAT, pinned
 from rostra.plan.results import KINDS
 from rostra.plan.trace import traced
 
@@ -180,6 +181,29 @@ def test_offloading_moves_to_the_host() -> None:
     kept = model(replace(layout, activation_checkpointing="offload"))
     assert kept.host > here.kinds["activations"] / 2
     assert kept.live < here.live
+
+
+@pytest.mark.parametrize("parameters", ["none", "cpu"])
+def test_loading_and_saving_need_no_more_of_the_host_than_a_step(parameters: Any) -> None:
+    """A layer that is read, and a stretch that is written; no gradients."""
+    model, layout = large(shard=8, sharding="full_shard", compute="bf16")
+    away = model(replace(layout, offload_optimizer="cpu", offload_parameters=parameters))
+    assert away.host_peak == away.host
+    weights = FLOAT * model.job.sizes.parameters / 8
+    assert away.saving_host == pytest.approx(3 * weights, rel=0.2)  # with AdamW's moments
+    assert away.loading_host < away.host - weights / 2
+    assert model(layout).saving_host < 10**7
+    assert model(layout).loading_host < weights
+
+
+def test_zero1_keeps_a_part_of_the_states_on_the_host() -> None:
+    model, layout = large(shard=8, sharding="zero1", offload_optimizer="cpu")
+    assert model(layout).host == pytest.approx(16 * model.job.sizes.parameters / 8, rel=0.2)
+
+
+def test_pinned_memory_comes_in_powers_of_two() -> None:
+    sizes = {0: 0, 1: 1, 4096: 4096, 4097: 8192, 1_210_318_848: 2**31}
+    assert {size: pinned(size) for size in sizes} == sizes
 
 
 def test_only_gpus_keep_blocks() -> None:

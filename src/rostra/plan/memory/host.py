@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rostra.layout import Layout
+from rostra.pieces.writing import STRETCH
 from rostra.plan.memory.weights import FLOAT, Unit
 
 
@@ -21,35 +22,51 @@ class Beside:
     saving_host: float = 0.0
 
 
-def beside(x: Layout, held: Unit, largest: float, offloaded: float, adapter: bool) -> Beside:
+def beside(x: Layout, held: Unit, largest: float, offloaded: float) -> Beside:
     """Of a rank on a GPU that holds `held`; `largest` are the numbers of the largest thing that
     is read or drawn at once, a layer or the embedding.
 
-    Offloaded, the optimizer has masters, states and gradients on the host (Ren et al. 2021,
-    ZeRO-Offload, arXiv:2101.06840), or on NVMe (Rajbhandari et al. 2021, ZeRO-Infinity,
-    arXiv:2104.07857).
+    A model is read part by part, and a checkpoint is written from where the state lies, through
+    a few megabytes (`rostra.pieces.write_pieces`). Gradients and activations do not exist then.
     """
-    host = nvme = 0.0
-    states = held.states_part + 2 * FLOAT * held.trained_part
-    if x.offload_optimizer == "cpu":
-        host += states
-    elif x.offload_optimizer == "nvme":
-        nvme += states
-    if x.offload_parameters == "cpu":
-        host += held.part
-    elif x.offload_parameters == "nvme":
-        nvme += held.part
+    nvme = gradients = 0.0
+    if x.engine == "deepspeed":
+        lasting, nvme = _deepspeed(x, held)
+    else:
+        lasting, gradients = _offloaded(x, held)
     if x.optimizer_states == "paged_int8":
-        host += held.states_part
-    whole = x.world_size == 1 and not adapter  # made on the host, and moved
-    written = held.trained_part * FLOAT + held.states_part
+        lasting += held.states_part
+    here = x.offload_parameters == "none", x.offload_optimizer == "none"
     return Beside(
-        host=host + offloaded,
+        host=lasting + gradients + offloaded,
         nvme=nvme,
-        loading=0.0
-        if x.offload_parameters != "none"
-        else max(held.part, FLOAT * held.trained_part),
-        loading_host=host + (FLOAT * held.trained if whole else FLOAT * largest),
-        saving=held.part + (0.0 if x.offload_optimizer != "none" else held.states_part),
-        saving_host=host + offloaded + written,
+        loading=max(held.part, FLOAT * held.trained_part) if here[0] else 0.0,
+        loading_host=lasting + FLOAT * largest,
+        saving=held.part + (held.states_part if here[1] else 0.0),
+        saving_host=lasting + STRETCH,
     )
+
+
+def _offloaded(x: Layout, held: Unit) -> tuple[float, float]:
+    """What the torch engine keeps on the host from step to step, and the gradients there (Ren et
+    al. 2021, ZeRO-Offload, arXiv:2101.06840).
+
+    Parameters, masters and gradients are pinned (`MasterWeights`, `CPUOffloadPolicy`). Masters
+    are the parameters themselves where these are on the host, and among the states under
+    bf16_pure. ZeRO-1 updates a rank's part of what it holds.
+    """
+    if x.offload_optimizer == "none":
+        return 0.0, 0.0
+    updated = held.trained_pinned / (x.shard * x.context if x.sharding == "zero1" else 1)
+    if x.offload_parameters == "cpu":
+        return held.pinned + held.states_part, updated
+    return held.states_part + (0.0 if x.compute == "bf16_pure" else updated), updated
+
+
+def _deepspeed(x: Layout, held: Unit) -> tuple[float, float]:
+    """Masters, states and gradients of the optimizer, and parameters, on the host and on NVMe
+    (Rajbhandari et al. 2021, ZeRO-Infinity, arXiv:2104.07857)."""
+    places = {"cpu": 0.0, "nvme": 0.0, "none": 0.0}
+    places[x.offload_optimizer] += held.states_part + FLOAT * held.trained_part
+    places[x.offload_parameters] += held.part
+    return places["cpu"], places["nvme"]

@@ -91,7 +91,7 @@ class MemoryModel:
     def _beside(self, x: Layout, held: Unit, offloaded: float) -> Beside:
         largest = max((layer.numbers for layer in self._layers), default=0)
         largest = max(largest, self.job.sizes.embedding)
-        return beside(x, held, largest / x.tensor, offloaded, x.adapter != "none")
+        return beside(x, held, largest / x.tensor, offloaded)
 
     def _once(self, key: Hashable, make: Callable[[], T]) -> T:
         found = self._known.get(key)
