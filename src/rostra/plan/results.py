@@ -49,8 +49,7 @@ class Memory:
     @property
     def peak(self) -> int:
         """What the device must have: of the step, of loading and of saving, the most."""
-        reserved = self.kinds.get("reserved", 0)
-        return max(self.total, self.loading + reserved, self.saving + reserved)
+        return max(self.total, max(self.loading, self.saving) + self.kinds.get("reserved", 0))
 
     @property
     def host_peak(self) -> int:

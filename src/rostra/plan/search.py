@@ -132,10 +132,16 @@ def search(blocks: Iterable[Block], models: Models, found: Found | None = None) 
     found = found or Found()
     for block in blocks:
         found.considered += len(block)
+        kind = kind_of(next(_layouts(block)), models.variant)  # one for all of them
         for layout in _layouts(block):
             memory = models.memory(layout)
-            _decide(layout, memory, models, found)
-            if sum(memory.kinds.get(kind, 0) for kind in STATIC) > models.room.device:
+            if not (shortage := models.room.shortage(memory, layout.world_size)):
+                _fit(layout, memory, kind, models, found)
+                continue
+            other = found.kinds.get(kind)
+            if other is None or (isinstance(other, Miss) and shortage < other.shortage):
+                found.kinds[kind] = Miss(shortage, memory.peak, layout, models.variant)
+            if sum(memory.kinds.get(name, 0) for name in STATIC) > models.room.device:
                 break
     return found
 
@@ -146,30 +152,19 @@ def _layouts(block: Block) -> Iterator[Layout]:
             yield frame.layout(micro_batch, accumulation)
 
 
-def _decide(layout: Layout, memory: Memory, models: Models, found: Found) -> None:
-    ranks = layout.world_size
-    if models.room.shortage(memory, ranks):
-        _miss(layout, memory, models, found)
-        return
+def _fit(
+    layout: Layout, memory: Memory, kind: tuple[Any, ...], models: Models, found: Found
+) -> None:
     found.fitting += 1
-    seconds = models.time(layout).step
+    ranks, seconds = layout.world_size, models.time(layout).step
     parts = models.techniques + parts_of(layout)
     entry = Entry(seconds, memory.peak, ranks, layout, models.variant, parts)
     _add(found.fronts.setdefault(ranks, []), entry)
     if (best := found.bests.get((ranks, parts))) is None or entry.better(best):
         found.bests[ranks, parts] = entry
-    kind = kind_of(layout, models.variant)
     other = found.kinds.get(kind)
     if not isinstance(other, Entry) or entry.better(other):
         found.kinds[kind] = entry
-
-
-def _miss(layout: Layout, memory: Memory, models: Models, found: Found) -> None:
-    shortage = models.room.shortage(memory, layout.world_size)
-    kind = kind_of(layout, models.variant)
-    other = found.kinds.get(kind)
-    if other is None or (isinstance(other, Miss) and shortage < other.shortage):
-        found.kinds[kind] = Miss(shortage, memory.peak, layout, models.variant)
 
 
 def _add(front: list[Entry], entry: Entry) -> None:

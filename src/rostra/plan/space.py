@@ -18,7 +18,7 @@ from rostra.config import Config
 from rostra.config.schema import MemorySection, ParallelTable
 from rostra.errors import RequestError
 from rostra.hardware import Cluster
-from rostra.layout import AXES, Layout, refusals
+from rostra.layout import AXES, RULES, Layout, refusals
 from rostra.parallel.activations import PARTS
 from rostra.parallel.context import check_context
 from rostra.parallel.pipeline import takes
@@ -43,6 +43,10 @@ THIN_CHECKPOINTING = ("none", "selective:operations", "full")
 THIN_SCHEDULES = ("1f1b", "interleaved_1f1b", "zero_bubble")
 THIN_POSITIONS = 1024  # of a rank, where the context is split
 THIN_MICRO_BATCH = 1 << 16  # positions
+
+# Rows of the table that look at what the layouts of a block differ in.
+_VARIED = {"micro_batch", "accumulation", "activation_checkpointing", "compile"}
+_ROWS = tuple(rule for rule in RULES if _VARIED.intersection(rule.fields))
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,18 @@ class Space:
             for frame in block.frames:
                 for micro_batch, accumulation in frame.micro_batches:
                     yield frame.layout(micro_batch, accumulation)
+
+    def __contains__(self, layout: object) -> bool:
+        """Whether `layout` is one of those that iterating gives, without listing them."""
+        if not isinstance(layout, Layout) or layout.world_size not in self.world_sizes():
+            return False
+        size = layout.micro_batch, layout.accumulation
+        return any(
+            size in frame.micro_batches and frame.layout(*size) == layout
+            for axes in self._axes(layout.world_size) if _has(layout, axes)
+            for held in self._held(axes) if _has(layout, held)
+            for frame in self._frames(held)
+        )  # fmt: skip
 
     def blocks(self) -> Iterator[Block]:
         for ranks in self.world_sizes():
@@ -276,7 +292,7 @@ class Space:
                     fitting = tuple(x for x in batches if x[1] == 1)
                 else:
                     fitting = batches
-                if fitting and not refusals(replace(plain, accumulation=fitting[0][1])):
+                if fitting and not _varied_refused(replace(plain, accumulation=fitting[0][1])):
                     yield Frame(fields, fitting)
 
     @cached_property
@@ -330,6 +346,14 @@ def computed(config: Config, cluster: Cluster) -> str:
         return config.precision.compute
     flops = cluster.device.flops
     return "bf16" if flops.get("bf16", 0.0) > flops.get("fp32", 0.0) else "fp32"
+
+
+def _has(layout: Layout, fields: Fields) -> bool:
+    return all(getattr(layout, name) == value for name, value in fields.items())
+
+
+def _varied_refused(layout: Layout) -> bool:
+    return any(rule.refuses(layout) for rule in _ROWS)
 
 
 def _ranks(fields: Fields) -> int:

@@ -85,7 +85,7 @@ def _cluster(start: Start, notice: Callable[[str], None]) -> Cluster:
 
 def _kept(before: Layout, job: Job, cluster: Cluster, limits: Limits) -> Layout | None:
     before = replace(before, compile=bool(limits.compile))
-    return before if before in set(Space(job, cluster, limits)) else None
+    return before if before in Space(job, cluster, limits) else None
 
 
 def _unfitting(plan: Plan, sound: Layout, notice: Callable[[str], None]) -> Plan:
