@@ -67,19 +67,19 @@ def measure(
     # Kineto writes lines to standard error when it starts and stops, into the progress bar.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     device = device or next(model.parameters()).device
-    parameters = _storages([*model.parameters(), *model.buffers()])
+    parameters = _storages([*model.parameters(), *model.buffers()], device)
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     updated: list[Tensor] = [p for group in groups for p in group["params"]]
 
     def held() -> dict[int, int]:
         """Storages of the optimizers: states, master weights."""
         states = tree_leaves([dict(optimizer.state) for optimizer in optimizers])
-        found = _storages([*(x for x in states if isinstance(x, Tensor)), *updated])
+        found = _storages([*(x for x in states if isinstance(x, Tensor)), *updated], device)
         return {address: size for address, size in found.items() if address not in parameters}
 
     before = {
         "parameters": sum(parameters.values()),
-        "gradients": sum(_storages(x.grad for x in updated).values()),
+        "gradients": sum(_storages((x.grad for x in updated), device).values()),
         "optimizer": sum(held().values()),
         "activations": 0,
     }
@@ -96,12 +96,16 @@ def measure(
         memory.bytes["total"] = max(peak, memory.bytes["total"])
 
 
-def _storages(tensors: Iterable[Tensor | None]) -> dict[int, int]:
-    """Address and bytes of each storage once, however many tensors share it (tied weights)."""
+def _storages(
+    tensors: Iterable[Tensor | None], device: torch.device | None = None
+) -> dict[int, int]:
+    """Address and bytes of each storage once, however many tensors share it (tied weights), on
+    a kind of `device` when given: what is offloaded lies elsewhere."""
     found = {}
     for tensor in tensors:
         for plain in () if tensor is None else stored_tensors(tensor):
-            if plain.untyped_storage().nbytes():
+            here = device is None or plain.device.type == device.type
+            if here and plain.untyped_storage().nbytes():
                 found[plain.untyped_storage().data_ptr()] = plain.untyped_storage().nbytes()
     return found
 

@@ -422,6 +422,7 @@ def losses_of_tied(keys: dict[str, Any]) -> list[float]:
         ("bf16", "shard_grad_op", 1e-3),
         ("bf16", "full_shard", 1e-3),
         ("bf16_pure", "zero1", 0.05),
+        ("bf16_pure", "full_shard", 0.05),
         ("fp16", "zero1", 0.01),
     ],
 )

@@ -14,15 +14,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from pydantic import ValidationError
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
 
 from rostra.batch import Batch
 from rostra.errors import RequestError
 from rostra.optim import LossScale
 from rostra.parallel.deepspeed_changes import forget_group, known_norm
 from rostra.parallel.deepspeed_start import check_nvme, import_deepspeed, off_standard_output
-from rostra.parallel.deepspeed_state import Named, counts, exact, load_partitions, pieces
+from rostra.parallel.deepspeed_state import Named, counts, exact, kept, load_partitions, pieces
 from rostra.parallel.engine import MeshEngine
 from rostra.parallel.mesh import DATA
 from rostra.pieces import Piece, Reader, fill, local_piece, read_whole
@@ -117,6 +118,11 @@ class DeepSpeedEngine(MeshEngine):
     def _loss_scale(self, scale: float) -> None:
         if self._zero_stage > 0:
             self._zero.override_loss_scale(scale)
+
+    def measured(self) -> tuple[nn.Module, list[Optimizer]]:
+        model, optimizers = super().measured()
+        more = [kept(self._zero, self._zero_stage)] if self._zero_stage > 0 else []
+        return model, [*optimizers, *more]
 
     def state(self) -> tuple[Iterable[dict[str, Piece]], dict[str, Any]]:
         """This rank's parts, see `pieces`; without ZeRO, and for buffers and counts, all by

@@ -127,6 +127,8 @@ def materialize_cut(
                 made[id(old)] = nn.Parameter(empty, old.requires_grad)
                 if dist.get_rank() == 0:
                     fill(made[id(old)], weights, f"{prefix}{name}")
+                if config["bf16"]["enabled"]:  # DeepSpeed casts none that is cut already
+                    made[id(old)].data = made[id(old)].data.to(torch.bfloat16)
                 scatter._convert_to_zero_parameters([made[id(old)]])
             setattr(module, name, made[id(old)])
         for name, buffer in list(module.named_buffers(recurse=False)):

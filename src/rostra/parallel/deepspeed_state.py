@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from rostra.optim import Part
 from rostra.optim.low_bit import dequantized
@@ -99,6 +100,23 @@ def _swapping(
             zero._release_swap_buffers(index)
 
     return resident
+
+
+def kept(zero: Any, stage: int) -> Optimizer:
+    """All that DeepSpeed has from step to step beside weights and states, held as an optimizer
+    holds it: masters, which ZeRO-3 shows its own optimizer within a step alone, partitions of
+    gradients, and buffers."""
+    if stage == 3:
+        masters = zero.fp32_partitioned_groups_flat
+        buffers = [zero.grad_partitions_flat_buffer, *(b.buffer for b in zero.ipg_buckets.values())]
+    else:
+        masters = zero.single_partition_of_fp32_groups
+        buffers = getattr(zero, "param_buffer_of_bit16_for_cpu_offload_groups", [])
+        names = ("temp_grad_buffer_for_cpu_offload", "temp_grad_buffer_for_gpu_offload")
+        buffers = [*buffers, *(getattr(zero, name, None) for name in names)]
+    found = Optimizer(masters, {})
+    found.state[masters[0]] = {"buffers": buffers}
+    return found
 
 
 def pieces(zero: Any, stage: int, named: Named) -> Iterator[dict[str, Piece]]:

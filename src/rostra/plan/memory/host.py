@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from rostra.layout import Layout
 from rostra.pieces.writing import STRETCH
+from rostra.plan.memory import deepspeed
 from rostra.plan.memory.weights import FLOAT, Unit
 
 
@@ -22,16 +23,16 @@ class Beside:
     saving_host: float = 0.0
 
 
-def beside(x: Layout, held: Unit, largest: float, offloaded: float) -> Beside:
+def beside(x: Layout, held: Unit, largest: float, offloaded: float, numbers: int) -> Beside:
     """Of a rank on a GPU that holds `held`; `largest` are the numbers of the largest thing that
-    is read or drawn at once, a layer or the embedding.
+    is read or drawn at once, a layer or the embedding, `numbers` those of the model.
 
     A model is read part by part, and a checkpoint is written from where the state lies, through
     a few megabytes (`rostra.pieces.write_pieces`). Gradients and activations do not exist then.
     """
     nvme = gradients = 0.0
     if x.engine == "deepspeed":
-        lasting, nvme = _deepspeed(x, held)
+        lasting, nvme = deepspeed.beside(x, held, numbers)
     else:
         lasting, gradients = _offloaded(x, held)
     if x.optimizer_states == "paged_int8":
@@ -61,12 +62,3 @@ def _offloaded(x: Layout, held: Unit) -> tuple[float, float]:
     if x.offload_parameters == "cpu":
         return held.pinned + held.states_part, updated
     return held.states_part + (0.0 if x.compute == "bf16_pure" else updated), updated
-
-
-def _deepspeed(x: Layout, held: Unit) -> tuple[float, float]:
-    """Masters, states and gradients of the optimizer, and parameters, on the host and on NVMe
-    (Rajbhandari et al. 2021, ZeRO-Infinity, arXiv:2104.07857)."""
-    places = {"cpu": 0.0, "nvme": 0.0, "none": 0.0}
-    places[x.offload_optimizer] += held.states_part + FLOAT * held.trained_part
-    places[x.offload_parameters] += held.part
-    return places["cpu"], places["nvme"]

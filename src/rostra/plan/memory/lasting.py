@@ -25,6 +25,13 @@ def is_sharded(x: Layout) -> bool:
     return x.sharding in SHARDED and x.world_size > 1 and x.engine == "torch"
 
 
+def recasts(x: Layout) -> bool:
+    """Whether weights are cast at each use (`rostra.parallel.recast`). What offloads activations
+    keeps the casts."""
+    cut = x.engine == "deepspeed" and x.sharding == "full_shard"
+    return cut and x.activation_checkpointing != "offload"
+
+
 def is_collected(x: Layout) -> bool:
     """Whether gradients leave a parameter as soon as they are there: for a bucket, a master
     weight or what micro batches before have left, or because the optimizer takes them."""
@@ -71,11 +78,10 @@ def lasting(
     around = (Unit() if apart else embedding) + head + after
     layer = max(per_layer.values(), key=lambda u: u.gathered, default=Unit())
     if x.engine == "deepspeed":
-        return deepspeed.held(x, everything), replace(
-            deepspeed.parts(x, everything, layer, embedding), tied=tied
-        )
+        made = deepspeed.parts(x, everything, layer, embedding, job.sizes.parameters, on_gpu)
+        return deepspeed.held(x, everything), replace(made, tied=tied)
     if sharded:
-        parts = _sharded(x, everything, layer, around, embedding, way)
+        parts = _sharded(x, everything, layer, around, embedding, way, on_gpu)
     else:
         matrices = [*weights.embedding()] * first
         matrices += [m for layer_ in own for m in weights.layer(layer_)]
@@ -114,13 +120,21 @@ def _whole(
 
 
 def _sharded(
-    x: Layout, all_: Unit, layer: Unit, around: Unit, embedding: Unit, way: Conventions
+    x: Layout,
+    all_: Unit,
+    layer: Unit,
+    around: Unit,
+    embedding: Unit,
+    way: Conventions,
+    on_gpu: bool,
 ) -> Parts:
     """Parts of everything on every rank, and the whole of a layer while it computes (Zhao et al.
     2023, arXiv:2304.11277). In a pipeline gradients stay whole until all micro batches are
-    through."""
+    through. Where parameters are on the host, FSDP2 sends each layer's gradients there, too, as
+    soon as they are reduced (`foreach_reduce`)."""
     reduced, staged = REDUCED[x.reduction], x.pipeline > 1
-    gradients = FLOAT * all_.trained_part
+    away = on_gpu and x.offload_parameters != "none"
+    gradients = 0.0 if away else FLOAT * all_.trained_part
     standing = gradients if x.accumulation > 1 else 0.0
     if staged:
         standing = reduced * (all_.trained_gathered if x.accumulation > 1 else 0.0)
@@ -129,7 +143,7 @@ def _sharded(
         staged,
         standing,
         max(gradients, standing),
-        0.0 if standing else FLOAT * layer.trained_part,
+        0.0 if standing or away else FLOAT * layer.trained_part,
         each * embedding.trained,
         layer=layer.gathered,
         around=around.gathered,
@@ -137,9 +151,9 @@ def _sharded(
         stays=staged,
         reduced_layer=reduced * layer.trained_gathered,
         reduced_around=reduced * around.trained_gathered,
-        reduced_part=reduced * layer.trained_part if standing else 0.0,
+        reduced_part=reduced * layer.trained_part if standing or away else 0.0,
         around_gradients=0.0 if staged else each * around.trained,
-        pool=gradients,
+        pool=reduced * layer.trained_part if away else gradients,
         held_last=layer.gathered if way.holds_last and not staged else 0.0,
     )
 

@@ -102,10 +102,11 @@ class _Writer:
     def _heads(
         self, made: list[_Tensor], heads: float, kv: float
     ) -> tuple[_Tensor, _Tensor, _Tensor]:
-        """Queries, keys and values; of one projection for all three, views of its result."""
+        """Queries, keys and values; of one projection for all three, views of its result, and
+        of projections that are arranged otherwise, of what joins them."""
         if len(made) == 3:
             return made[0], made[1], made[2]
-        whole = made[0]
+        whole = made[0] if len(made) == 1 else self._run(*made)
         parts = []
         for width in (heads, kv, kv):
             size = self.tokens * width * whole.each
@@ -260,7 +261,10 @@ class _Writer:
             saves = [taken, *([narrow.value] if s.trains else [])]
             self.products += 1
             dear = not s.every_other or self.products % 2 == 1
-            out = self.tape.run(narrow.value, taken, size=size, saves=saves, dear=dear)
+            remade = (taken,) if s.recasts else ()
+            out = self.tape.run(
+                narrow.value, taken, size=size, saves=saves, dear=dear, remade=remade
+            )
         made = _Tensor(out, outputs, s.product)
         if linear.name in s.adapted.names and s.adapted.kind == "lora":
             return self._lora(x, made, inputs, outputs)

@@ -14,7 +14,7 @@ from rostra.plan.conventions import ROSTRA, Conventions
 from rostra.plan.job import Job, Layer
 from rostra.plan.memory.allocator import kept_blocks, outside
 from rostra.plan.memory.host import Beside, beside
-from rostra.plan.memory.lasting import is_collected, is_sharded, lasting
+from rostra.plan.memory.lasting import is_collected, is_sharded, lasting, recasts
 from rostra.plan.memory.pipeline import in_flight, waiting
 from rostra.plan.memory.setting import STYLES
 from rostra.plan.memory.step import Moment, Parts, Stage, moments
@@ -91,7 +91,7 @@ class MemoryModel:
     def _beside(self, x: Layout, held: Unit, offloaded: float) -> Beside:
         largest = max((layer.numbers for layer in self._layers), default=0)
         largest = max(largest, self.job.sizes.embedding)
-        return beside(x, held, largest / x.tensor, offloaded)
+        return beside(x, held, largest / x.tensor, offloaded, self.job.sizes.parameters)
 
     def _once(self, key: Hashable, make: Callable[[], T]) -> T:
         found = self._known.get(key)
@@ -113,7 +113,7 @@ class MemoryModel:
             stage = Stage(
                 work.layers, work.loss, parts, in_flight(x, rank), waiting(x, rank), rank == 0,
                 x.stages if x.pipeline > 1 else 0, outputs,
-                self._received(x, rank, work.layers.input), tokens + work.shared,
+                self._received(x, rank, work.layers.input) + parts.resident, tokens + work.shared,
             )  # fmt: skip
             yield stage, held, work
 
@@ -181,5 +181,5 @@ def _of_layer(x: Layout) -> tuple[Hashable, ...]:
     """And what decides what a layer keeps of a micro batch."""
     return (
         x.micro_batch, x.tensor, x.context, x.context_method, x.activation_checkpointing, x.compute,
-        x.quantization, x.adapter, is_sharded(x), x.compile, is_collected(x),
+        x.quantization, x.adapter, is_sharded(x), x.compile, is_collected(x), recasts(x),
     )  # fmt: skip

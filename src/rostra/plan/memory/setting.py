@@ -56,6 +56,7 @@ class Setting:
     weight: int = 4  # of a weight where products find it, and of its gradient there
     copies: bool = False  # autocast makes weights 16-bit
     keeps_copies: bool = True  # and keeps the copies to the end of the forward pass
+    recasts: bool = False  # the backward pass makes the copies again: cast_at_each_use
     trains: bool = True  # the layer's own weights
     quantized: frozenset[str] = frozenset()  # linears whose weight is made anew
     adapted: Adapted = Adapted()

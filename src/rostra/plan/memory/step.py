@@ -93,6 +93,8 @@ class Parts:
     pool: float = 0.0  # of reduced gradients, a step's
     held_last: float = 0.0  # of the last layer, gathered from its forward pass on
     buckets: float = 0.0  # under way
+    backward: float = 0.0  # and buffers that are there all through the backward pass
+    resident: float = 0.0  # or are never given back
     temporary: float = 0.0  # in the optimizer's step
 
 
@@ -127,7 +129,12 @@ def moments(stage: Stage) -> Iterator[Moment]:
     for place in layers.places:
         yield from _in_layer(place, stage, fixed, head)
     yield from _at_embedding(stage, fixed)
-    yield Moment(max(p.standing, p.gradients), stage.batch, temporary=p.temporary)
+    yield Moment(
+        max(p.standing, p.gradients),
+        stage.batch,
+        communication=p.resident,
+        temporary=p.temporary,
+    )
 
 
 def _ahead(p: Parts, layers: Layers) -> float:
@@ -138,15 +145,16 @@ def _ahead(p: Parts, layers: Layers) -> float:
 def _loss_moments(loss: Loss, stage: Stage, kept: float) -> Iterator[Moment]:
     """Logits; their gradients handed back; and the norm's backward pass."""
     p, layers, buffers = stage.parts, stage.layers, stage.buffers
+    later = buffers + p.backward
     there = kept + layers.casts + layers.input + loss.kept + loss.output
     logits = loss.gradients + loss.copies + max(loss.logits, loss.product)
     ahead = _ahead(p, layers)
     yield Moment(p.standing, there, logits, ahead + p.held_last, buffers)
     back = ahead if p.again else ahead - p.layer
     taken = kept + layers.input + loss.kept
-    yield Moment(p.standing, taken, 2 * loss.gradients, back, buffers)
+    yield Moment(p.standing, taken, 2 * loss.gradients, back, later)
     head = 0.0 if p.collected else loss.head
-    yield Moment(p.standing + head, kept + loss.norm, 0.0, back, buffers)
+    yield Moment(p.standing + head, kept + loss.norm, 0.0, back, later)
 
 
 def _in_layer(place: Place, stage: Stage, fixed: float, head: float) -> Iterator[Moment]:
@@ -160,6 +168,7 @@ def _in_layer(place: Place, stage: Stage, fixed: float, head: float) -> Iterator
     if not p.collected:
         own, after = place.gradients, place.layers_after * p.layer_gradients
     gradients, gathered = head + own + after, _gathered(p, layers, place)
+    buffers += p.backward
     if not place.last:  # by then a bucket is full, a layer's gradients on their way
         buffers += p.buckets + (0.0 if p.stays else p.reduced_layer)
     grown = p.layer if p.stays else 0.0  # its gradients, before they are added
@@ -182,7 +191,7 @@ def _gathered(p: Parts, layers: Layers, place: Place) -> float:
 
 def _at_embedding(stage: Stage, fixed: float) -> Iterator[Moment]:
     """Where all gradients of layers are there, and that of the embedding comes."""
-    p, layers, buffers = stage.parts, stage.layers, stage.buffers
+    p, layers, buffers = stage.parts, stage.layers, stage.buffers + stage.parts.backward
     extra = p.embedding if p.tied or (p.collected and not p.layer) else 0.0
     if not p.layer:
         grown = layers.input if stage.first else 0.0

@@ -40,6 +40,7 @@ class Step:
     scratch: float  # bytes of temporary results backward
     before: float  # and forward
     dear: bool  # whose result is kept where cheap ones are computed again
+    remade: tuple[Value, ...] = ()  # of what it saves, casts that the backward pass makes again
 
 
 @dataclass(frozen=True)
@@ -73,12 +74,14 @@ class Tape:
         dear: bool = False,
         view: bool = False,
         cast: bool = False,
+        remade: Iterable[Value] = (),
     ) -> Value:
         """Add an operation; gives its output, which as a `view` lies in the first input."""
         flows = any(x.flows for x in inputs)
         output = Value(size, flows, inputs[0] if view else None, cast=cast)
         kept = tuple(saves) if flows else ()
-        self.steps.append(Step(inputs, output, kept, tuple(passes), scratch, before, dear))
+        again = tuple(remade)
+        self.steps.append(Step(inputs, output, kept, tuple(passes), scratch, before, dear, again))
         return output
 
     def profile(
@@ -182,7 +185,7 @@ class _Player:
             if stretch is not None and index == stretch[-1]:
                 for value in self._forward(self._until_saved(stretch), saving=True):
                     live.drop(value)
-            self._backward(self.steps[index])
+            self._backward(self.steps[index], stretch is None)
             if stretch is not None and index == stretch[0]:
                 self._let_go(stretch)
         alone = with_casts - without
@@ -213,7 +216,8 @@ class _Player:
             made.add(step.output)
             casts += [step.output] if step.output.cast else []
             for value in step.saves if saving or stretch is None else ():
-                live.hold(value)
+                if saving or value not in step.remade:
+                    live.hold(value)
             done = {x for x in step.inputs if last[x] == index and not x.cast}
             for value in done if not saving else done & made:
                 live.drop(value)
@@ -237,19 +241,22 @@ class _Player:
         """What of it has to be run again."""
         return range(stretch[0], 1 + max(i for i in stretch if self.steps[i].saves))
 
-    def _backward(self, step: Step) -> None:
+    def _backward(self, step: Step, plain: bool) -> None:
+        """Of a step that is `plain`, in no stretch: within one there is all that it saves."""
         if not step.output.flows:
             return
+        remade = step.remade if plain else ()
         gradient = self.gradients.pop(step.output)
         new = [(x, self._new(x.size)) for x in step.inputs if x.flows and x not in step.passes]
-        self.live.peek(step.scratch)
+        self.live.peek(step.scratch + sum(value.size for value in remade))
         for value in step.passes:
             if value.flows:
                 self.live.hold(gradient)
                 new.append((value, gradient))
         self.live.drop(gradient)
         for value in step.saves:
-            self.live.drop(value)
+            if value not in remade:
+                self.live.drop(value)
         for value, memory in new:
             self._give(value, memory)
 

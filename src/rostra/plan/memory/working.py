@@ -9,7 +9,7 @@ from rostra.build.stages import loss_chunk
 from rostra.layout import Layout
 from rostra.plan.conventions import Conventions
 from rostra.plan.job import Job, Layer
-from rostra.plan.memory.lasting import is_collected, is_sharded
+from rostra.plan.memory.lasting import is_collected, is_sharded, recasts
 from rostra.plan.memory.layers import norm_profile, program
 from rostra.plan.memory.setting import Kernel, Setting
 from rostra.plan.memory.step import Layers, Loss, Place
@@ -98,6 +98,7 @@ class Working:
         half, sharded = HALF.get(x.compute, FLOAT), is_sharded(x)
         pure = x.compute == "bf16_pure"
         quantized = frozenset(n for linear in layer.linears for n in weights.quantized(linear))
+        copies = half == 2 and not sharded and not pure and not weights.frozen
         return Setting(
             samples=x.micro_batch,
             positions=self.job.length // x.context,
@@ -106,9 +107,10 @@ class Working:
             stream=half if pure or self.way.half_stream else FLOAT,
             product=half,
             weight=2 if pure or (sharded and half == 2) else FLOAT,
-            copies=half == 2 and not sharded and not pure and not weights.frozen,
+            copies=copies,
             # those of parameters: neither of a tensor rank's part nor within what is compiled
-            keeps_copies=x.tensor == 1 and not x.compile,
+            keeps_copies=x.tensor == 1 and not x.compile and not recasts(x),
+            recasts=copies and recasts(x),
             trains=not weights.frozen,
             quantized=quantized,
             adapted=weights.adapted(layer),
