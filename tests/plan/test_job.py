@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
+from rostra.errors import RequestError
 from rostra.models.weights import model_on_meta
 from rostra.plan.job import sizes_of
 
@@ -38,6 +39,12 @@ def test_all_parameters_are_found(family: str) -> None:
     assert (sizes.hidden, sizes.heads, sizes.vocabulary) == (64, 4, 500)
     linears = [linear for layer, _ in sizes.layers for linear in layer.linears]
     assert all(x.cut != "whole" for x in linears) == sizes.splits
+
+
+def test_a_model_without_attention_cannot_be_planned() -> None:
+    shape = AutoConfig.for_model("mamba", num_hidden_layers=2, hidden_size=64)
+    with pytest.raises(RequestError, match="mamba has no attention heads"):
+        sizes_of(shape)
 
 
 def test_windows_are_those_of_their_layers() -> None:

@@ -148,6 +148,7 @@ def test_wrong_requests_name_the_nearest() -> None:
     refused(rostra("plan", *model, "--hardware", "8xH10"), "H100")
     refused(rostra("plan", "--model", "gpt-2-smal", "--hardware", "L4"), "gpt2")
     refused(rostra("plan", *model, "--hardware", "L4", "--allow", "qlorra"), "qlora")
+    refused(rostra("plan", *model, "--hardware", "L4", "--allow", "int8"), "int8-states")
     refused(rostra("plan", *model, "--hardware", "L4", "--method", "lorra"), "full, lora, qlora")
     refused(rostra("plan", *model, "--hardware", "L4", "--goal", "best"), "fewest")
     refused(rostra("plan", *model, "--hardware", "L4", "--length", "4096"), "at most 1024")

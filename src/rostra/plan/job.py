@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from rostra.config import Config
+from rostra.errors import RequestError
 from rostra.models import decoder_layers
 from rostra.models.weights import model_on_meta
 
@@ -123,7 +124,12 @@ def sizes_of(shape: PretrainedConfig) -> Sizes:
     positions = sum(
         m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding) and m is not source
     )
-    heads = text.num_attention_heads
+    heads = getattr(text, "num_attention_heads", None)
+    if heads is None:
+        raise RequestError(
+            f"a {text.model_type} has no attention heads: the planner knows models whose layers "
+            "are attention and matrices. It trains, but without a plan"
+        )
     return Sizes(
         family=text.model_type,
         layers=tuple(kinds.items()),

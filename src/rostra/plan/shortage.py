@@ -38,8 +38,11 @@ def _lacking(room: Room, memory: Memory, ranks: int) -> Iterator[str]:
     """What a layout needs of each kind of memory that there is too little of."""
     if memory.peak > room.device:
         kinds = sorted(memory.kinds.items(), key=lambda x: -x[1])[:3]
-        most = ", ".join(f"{kind} {decimal(size)}" for kind, size in kinds if size)
-        yield f"{decimal(memory.peak)} of a device's {decimal(room.device)} ({most})"
+        what = ", ".join(f"{kind} {decimal(size)}" for kind, size in kinds if size)
+        if memory.total <= room.device:
+            loads = memory.loading >= memory.saving
+            what = "while the model is loaded" if loads else "while a checkpoint is saved"
+        yield f"{decimal(memory.peak)} of a device's {decimal(room.device)} ({what})"
     if memory.host_peak > (host := room.host_of(ranks)):
         uses = {
             memory.host: "while it trains",

@@ -93,10 +93,11 @@ def techniques_of(names: Iterable[str]) -> tuple[Technique, ...]:
         plain = name.lower().replace("_", "-")
         plain = _OTHER_NAMES.get(plain, plain)
         if plain not in TECHNIQUES:
-            near = get_close_matches(plain, TECHNIQUES, 2)
-            meant = f"; did you mean {' or '.join(near)}?" if near else ""
+            near = [x for x in TECHNIQUES if x.startswith(plain)]
+            near = near or get_close_matches(plain, TECHNIQUES, 2)
+            meant = f"did you mean {' or '.join(near)}? " if near else ""
             raise RequestError(
-                f"--allow {name}: no technique of that name{meant} There are "
+                f"--allow {name}: no technique of that name; {meant}there are "
                 f"{', '.join(TECHNIQUES)}"
             )
         found.append(TECHNIQUES[plain])

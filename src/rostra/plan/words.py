@@ -107,7 +107,8 @@ def headline(plan: Plan) -> list[str]:
         f"{name} on {cluster.name or cluster.device.name}",
         f"{job.sizes.parameters:,} parameters, {cluster.devices} x {cluster.device.name} of "
         f"{decimal(cluster.device.memory_bytes)}{cost}{measured}",
-        f"{job.global_batch:,} samples of {job.length:,} tokens a step{tokens}",
+        f"{job.global_batch:,} sample{'s' * (job.global_batch > 1)} of {job.length:,} tokens a "
+        f"step{tokens}",
     ]
 
 
@@ -135,7 +136,8 @@ def _choice(plan: Plan) -> str:
     if gain < 0.001:
         return goal
     on = "" if devices[0] == devices[1] else f" on {devices[1]} devices"
-    return f"{goal} but for what gains too little ({words(best.layout)}{on}: {gain:.1%} {better})"
+    name = words_apart([plan.chosen.layout, best.layout])[1]
+    return f"{goal} but for what gains too little ({name}{on}: {gain:.1%} {better})"
 
 
 def row_of(plan: Plan, x: Candidate, name: str | None = None) -> dict[str, str]:
