@@ -46,8 +46,14 @@ def filled(
     model: PreTrainedModel, weights: Reader, adapter: Adapter, noise: float
 ) -> PreTrainedModel:
     """`model`, taken off the meta device, with what `weights` has, and noise on what trains."""
+    owners = {id(p): name for name, p in model.named_parameters()}
+    names = {
+        name: owners[id(p)] for name, p in model.named_parameters(remove_duplicate=False)
+    }
     model.to_empty(device="cpu")
-    model.tie_weights()
+    for name, owner in names.items():  # tied ones stay one
+        module, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(module), leaf, model.get_parameter(owner))
     torch.manual_seed(0)
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):

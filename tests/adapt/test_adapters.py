@@ -19,12 +19,15 @@ KINDS = {
     "rslora": {"kind": "lora", "rank": 4, "rslora": True},
     "dora": {"kind": "lora", "rank": 4, "dora": True},
     "whole": {"kind": "lora", "rank": 2, "modules_to_save": ("embed",)},
+    "ends": {"kind": "lora", "rank": 2},
     "ia3": {"kind": "ia3"},
 }
+ENDS = {"gpt2": ["c_attn", "wte", "lm_head"]}  # embedding and head beside the body
 FAMILIES = {
     "llama": (["q_proj", "v_proj"], "embed_tokens"),
     "qwen3": (["q_proj", "down_proj"], "lm_head"),
     "gpt2": (["c_attn", "mlp.c_proj"], "wte"),
+    "gemma3_text": (["q_proj", "o_proj"], "embed_tokens"),
 }
 
 
@@ -37,6 +40,8 @@ def test_peft_computes_the_same_from_what_is_saved(family: str, tmp_path: Path) 
         section = dict(values)
         if kind == "some":
             section["targets"] = FAMILIES[family][0]
+        if kind == "ends":
+            section["targets"] = ENDS.get(family, ["q_proj", "embed_tokens", "lm_head"])
         if kind == "whole":
             section["modules_to_save"] = [FAMILIES[family][1]]
         table = AdapterTable(**section)

@@ -21,7 +21,11 @@ SIZE, VOCABULARY = 8, 23
 
 
 def case(
-    positions: int, ignored: float = 0.2, bias: bool = False, weighted: bool = False
+    positions: int,
+    ignored: float = 0.2,
+    bias: bool = False,
+    weighted: bool = False,
+    update: bool = False,
 ) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(positions)
     labels = torch.randint(0, VOCABULARY, (positions,), generator=generator)
@@ -35,11 +39,19 @@ def case(
         values["weights"] = torch.randint(0, 4, (positions,), generator=generator) / 2
     if bias:
         values["bias"] = torch.randn(VOCABULARY, generator=generator).requires_grad_()
+    if update:  # by an adapter of rank 3, and the head is frozen
+        shapes = ((positions, 3), (VOCABULARY, 3))
+        factors = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+        values["update"] = tuple(factors)
+        values["weight"].requires_grad_(False)
     return values
 
 
 def plain(values: dict[str, Any], softcap: float | None = None) -> Tensor:
     logits = functional.linear(values["hidden"], values["weight"], values.get("bias"))
+    if "update" in values:
+        narrow, wide = values["update"]
+        logits = logits + narrow @ wide.t()
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
     each = functional.cross_entropy(
@@ -49,7 +61,8 @@ def plain(values: dict[str, Any], softcap: float | None = None) -> Tensor:
 
 
 def leaves(values: dict[str, Any]) -> list[Tensor]:
-    return [x for x in values.values() if x.requires_grad]
+    tensors = [x for name, x in values.items() if name != "update"]
+    return [x for x in (*tensors, *values.get("update", ())) if x.requires_grad]
 
 
 def assert_close(found: Tensor, expected: Tensor, tolerance: float) -> None:
@@ -78,16 +91,24 @@ def check(values: dict[str, Any], softcap: float | None = None, **options: Any) 
     ignored=st.sampled_from([0.0, 0.3, 0.9, 1.1]),
     bias=st.booleans(),
     weighted=st.booleans(),
+    update=st.booleans(),
     softcap=st.sampled_from([None, 3.0]),
 )
 def test_equals_cross_entropy(
-    positions: int, chunk: int, ignored: float, bias: bool, weighted: bool, softcap: float | None
+    positions: int,
+    chunk: int,
+    ignored: float,
+    bias: bool,
+    weighted: bool,
+    update: bool,
+    softcap: float | None,
 ) -> None:
-    check(case(positions, ignored, bias, weighted), softcap, chunk=chunk)
+    check(case(positions, ignored, bias, weighted, update), softcap, chunk=chunk)
 
 
 def test_compiled_equals_cross_entropy() -> None:
     check(case(40, bias=True, weighted=True), 3.0, chunk=16, compiled=True)
+    check(case(40, update=True), chunk=16, compiled=True)
 
 
 def test_compiles_as_a_part_of_something_larger() -> None:

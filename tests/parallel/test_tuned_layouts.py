@@ -35,6 +35,13 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "lora": {"kind": "lora", "rank": 4},
     "dora": {"kind": "lora", "rank": 4, "dora": True, "targets": ["q_proj", "v_proj", "down_proj"]},
     "ia3": {"kind": "ia3"},
+    "ends": {
+        "kind": "lora",
+        "rank": 4,
+        "dropout": 0.2,
+        "targets": ["q_proj", "embed_tokens", "lm_head"],
+    },
+    "head": {"kind": "lora", "rank": 4, "dropout": 0.2, "targets": ["lm_head"]},
     "lora, noise and dropout": {
         "kind": "lora",
         "rank": 4,
@@ -150,6 +157,9 @@ CASES = [
     ("lora", "fp4", "pipeline"),
     ("dora", "nf4", "full_shard"),
     ("ia3", "none", "full_shard"),
+    *(("ends", "none", name) for name in ("ddp", "full_shard", "pipeline x full_shard", "zero3")),
+    ("ends", "nf4", "context"),
+    ("head", "none", "pipeline"),
     ("prompt", "nf4", "full_shard"),
     ("prompt", "none", "pipeline"),
     ("prompt", "none", "context"),

@@ -11,6 +11,7 @@ from rostra.adapt.files import (
     save_adapter,
     virtual_tokens,
 )
+from rostra.adapt.head import head_update
 from rostra.adapt.keyed import Keys
 from rostra.adapt.neftune import Neftune
 from rostra.adapt.prefix import attend_to_prefix
@@ -30,6 +31,7 @@ __all__ = [
     "attend_to_prefix",
     "base_name",
     "grow_embeddings",
+    "head_update",
     "key_dropout",
     "read_adapter",
     "save_adapter",

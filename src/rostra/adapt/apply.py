@@ -208,6 +208,9 @@ def _check_tensors(model: PreTrainedModel, adapter: Adapter) -> None:
                 for name, parameter in model.named_parameters()
                 for key in adapter.keys_of(name, owner)
             }
+            there = dict(model.named_parameters(remove_duplicate=False))
+            for name, key in saved.base_keys.items():
+                expected |= {key: tuple(there[name].shape)} if name in there else {}
             _compare(saved, expected)
 
 

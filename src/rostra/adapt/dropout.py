@@ -8,6 +8,7 @@ computed again for the backward pass finds those of its own micro batch.
 from __future__ import annotations
 
 import hashlib
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -76,12 +77,15 @@ def key_dropout(model: PreTrainedModel, keys: Keys, inputs: Inputs, part: Part) 
     that are computed again by themselves (selective:attention, selective:mlp) find the keys of
     the last micro batch that went forward: not their own in a pipeline.
     """
-    layers = [layer for layer in decoder_layers(model) if _dropouts(layer)]
-    if not layers:
+    if not _dropouts(model):
         return inputs
-    for layer in layers:
-        layer.register_forward_pre_hook(_note_keys, with_kwargs=True)
-        layer.forward = MethodType(_with_keys, layer)
+    for layer in decoder_layers(model):
+        if _dropouts(layer):
+            layer.register_forward_pre_hook(_note_keys, with_kwargs=True)
+            layer.forward = MethodType(_with_keys, layer)
+    if head := _dropouts(model.get_output_embeddings()):
+        # It follows its micro batch's pass through the body at once, and is never computed again.
+        model.base_model.register_forward_pre_hook(partial(_give_keys, head), with_kwargs=True)
 
     def prepared(batch: Batch) -> tuple[dict[str, Any], Any]:
         arguments, own = inputs(batch)
@@ -96,7 +100,13 @@ def _dropouts(layer: nn.Module) -> list[KeyedDropout]:
 
 def _note_keys(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """The keys of a micro batch to the dropouts of a layer."""
-    for dropout in _dropouts(layer):
+    _give_keys(_dropouts(layer), layer, args, kwargs)
+
+
+def _give_keys(
+    dropouts: list[KeyedDropout], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    for dropout in dropouts:
         dropout.keys = kwargs.get(KEYS)
 
 

@@ -39,6 +39,13 @@ class SavedAdapter:
         kind = self.config.peft_type.value
         return next(ours for ours, theirs in _KINDS.items() if theirs == kind)
 
+    @property
+    def base_keys(self) -> dict[str, str]:
+        """The base's own parameters that the file holds, by name in a model with this adapter:
+        peft saves an embedding or a head that LoRA goes around with it."""
+        keys = [key for key in self.tensors.names() if ".base_layer." in key]
+        return {key.removeprefix("base_model.model."): key for key in keys}
+
     def whole(self, key: str) -> Tensor:
         return read_whole(self.tensors, key)
 

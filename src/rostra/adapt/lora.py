@@ -150,10 +150,13 @@ def features(module: nn.Module) -> tuple[int, int]:
 
 
 def check_targets(config: Any, model: PreTrainedModel, whence: str) -> None:
-    """Refuse targets that name nothing, or what is no linear layer of the model's body; `whence`
-    says where they are written."""
+    """Refuse targets that name nothing, or what no adapter of this kind goes around; `whence`
+    says where they are written. LoRA goes around linear layers, the head among them, and around
+    embeddings; (IA)³ around linear layers of the body, and so does DoRA: it divides by the
+    lengths of rows, and those of tokens that nobody uses may be zero."""
     targets = config.target_modules
-    own = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
+    body = config.peft_type.value != "LORA" or config.use_dora
+    head = id(model.get_output_embeddings())
     pattern = isinstance(targets, str)
     for target in [targets] if pattern else sorted(targets):
         found = targeted(target, model, pattern)
@@ -164,10 +167,12 @@ def check_targets(config: Any, model: PreTrainedModel, whence: str) -> None:
                 f"layers are {', '.join(_targets('all-linear', model))}"
             )
         for name, module in found.items():
-            if id(module) in own or not isinstance(module, (nn.Linear, Conv1D)):
+            end = id(module) == head or isinstance(module, nn.Embedding)
+            if (end and body) or not (end or isinstance(module, (nn.Linear, Conv1D))):
+                what = "linear layer of the model's body" if body else "linear layer or embedding"
                 raise RequestError(
-                    f"{whence}: {name} is no linear layer of the model's body; leave it out"
-                    + (", or train it whole by adapter.modules_to_save" * (id(module) in own))
+                    f"{whence}: {name} is no {what}; leave it out"
+                    + (", or train it whole by adapter.modules_to_save" * end)
                 )
 
 

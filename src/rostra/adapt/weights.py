@@ -83,7 +83,8 @@ def adapter_weights(
     """The first values of everything that `add_adapter` brought into `model`.
 
     A saved adapter's are its own. LoRA's A is uniform within 1/sqrt(inputs) and B zero, so that
-    it begins as nothing; DoRA's magnitudes are the norms of the base's rows; (IA)³ scales by 1;
+    it begins as nothing (around an embedding A is zero and B normal, as in peft: A's columns are
+    learned by the tokens that are met); DoRA's magnitudes are the norms of the base's rows; (IA)³ scales by 1;
     a prompt is the embeddings of the tokens `prompt`, again and again, or of tokens that are
     drawn (Lester et al. 2021, section 3.2); a prefix is small and drawn.
 
@@ -93,6 +94,8 @@ def adapter_weights(
     for name, parameter in model.named_parameters():
         shape = tuple(parameter.shape)
         for owner, saved in adapter.owners():
+            if saved is not None and name in saved.base_keys:
+                made[name] = (shape, partial(saved.whole, saved.base_keys[name]))
             if not adapter.keys_of(name, owner):
                 continue
             if saved is not None:
@@ -120,6 +123,8 @@ def _first(
     begins: dict[str, Make] = {
         "lora_A": lambda: _drawn(name, shape, seed).sub_(0.5).mul_(2 / math.sqrt(shape[1])),
         "lora_B": lambda: torch.zeros(shape),
+        "lora_embedding_A": lambda: torch.zeros(shape),
+        "lora_embedding_B": lambda: torch.randn(shape, generator=_generator(name, seed)),
         "lora_magnitude_vector": norms,
         "ia3_l": lambda: torch.ones(shape),
         PROMPT: lambda: _embeddings(model, base, name, seed, prompt),

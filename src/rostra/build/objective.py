@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rostra.adapt import head_update
 from rostra.batch import Batch
 from rostra.models import Head
 from rostra.optim import chunked_cross_entropy, cross_entropy_sum
@@ -57,6 +58,7 @@ def make_loss(head: Head | None, chunk: int, compiled: bool) -> Loss:
             softcap=head.softcap,
             compiled=compiled and vocabulary is None,
             vocabulary=vocabulary,
+            update=head_update(head.module, hidden),
         )
 
     def whole(

@@ -2,6 +2,7 @@
 
 from rostra.models.causal import (
     Head,
+    bare_layer,
     decoder_layers,
     evaluating,
     has_dropout,
@@ -32,6 +33,7 @@ __all__ = [
     "FolderWeights",
     "Head",
     "SeededWeights",
+    "bare_layer",
     "create_model",
     "decoder_layers",
     "evaluating",

@@ -81,14 +81,25 @@ def takes_positions(model: PreTrainedModel) -> bool:
 class Head:
     """What turns hidden states [..., hidden] into logits [..., vocabulary]."""
 
-    layer: nn.Linear
+    module: nn.Module  # as the model has it: a linear layer, or an adapter around one
     softcap: float | None  # logits become softcap * tanh(logits / softcap), as in Gemma 2
 
+    @property
+    def layer(self) -> nn.Linear:
+        layer = bare_layer(self.module)
+        assert isinstance(layer, nn.Linear)
+        return layer
+
     def logits(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.layer(hidden)
+        logits: Tensor = self.module(hidden)
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
         return logits
+
+
+def bare_layer(module: nn.Module | None) -> nn.Module | None:
+    """The model's own layer, where an adapter goes around it."""
+    return getattr(module, "base_layer", module)
 
 
 def output_head(model: PreTrainedModel) -> Head:
@@ -108,9 +119,10 @@ def head_splits(model: PreTrainedModel) -> bool:
 
     Tried on a few tokens rather than looked up by family, so that a model which scales or
     shifts its logits in a way not known here is seen, and trained through its full logits. A
-    model on the meta device is tried as a tiny one of its family.
+    model on the meta device is tried as a tiny one of its family, without adapters.
     """
-    if not isinstance(model.get_output_embeddings(), nn.Linear) or model.base_model is model:
+    layer = bare_layer(model.get_output_embeddings())
+    if not isinstance(layer, nn.Linear) or model.base_model is model:
         return False
     if next(model.parameters()).is_meta:
         from rostra.models.weights import create_model  # which stands on this module

@@ -51,6 +51,7 @@ def chunked_cross_entropy(
     compiled: bool = False,
     vocabulary: VocabularyShard | None = None,
     weights: Tensor | None = None,
+    update: Parts | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Cross-entropy of a language model's head, without the logits of the whole batch.
 
@@ -60,7 +61,9 @@ def chunked_cross_entropy(
     detached, both over labels that are not IGNORE. Logits exist for `chunk` positions at once.
     Products run in autocast's type where that is on, else in hidden's; softmax and sums in
     float32. `softcap` c bends logits to c·tanh(logits / c) first (Gemma 2, arXiv:2408.00118).
-    `compiled` has torch.compile fuse what lies between the products.
+    `compiled` has torch.compile fuse what lies between the products. `update` is what LoRA adds
+    to the logits, in two factors that are never multiplied for all positions: u [..., rank] and
+    B [vocabulary, rank], for u·Bᵀ.
 
     With `vocabulary`, `weight` and `bias` are this rank's rows of a head split over a process
     group, all of whose ranks call this with the same `hidden` and `labels`. The result is the
@@ -70,24 +73,26 @@ def chunked_cross_entropy(
 
     The gradients are computed with the loss, chunk by chunk (as in Hsu et al. 2024,
     arXiv:2410.10989): with z = h·Wᵀ and p = softmax(z), dz = scale·w·(p - onehot(label)),
-    dh = dz·W, dW = dzᵀ·h. So nothing is computed twice, and a `scale` that holds the loss scale
+    dh = dz·W, dW = dzᵀ·h, and likewise of u and B. So nothing is computed twice, and a `scale` that holds the loss scale
     is in dz before it is rounded to float16.
     """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     differentiate = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (hidden, weight, bias)
+        x is not None and x.requires_grad for x in (hidden, weight, bias, *(update or ()))
     )
     factor = torch.as_tensor(scale, dtype=torch.float32, device=hidden.device)
     flat, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     counts = None if weights is None else weights.reshape(-1)
+    narrow, wide = (None, None) if update is None else (update[0].flatten(0, -2), update[1])
     piece = _compiled_piece() if compiled else _piece
     if vocabulary is not None:
         piece = functools.partial(_piece, vocabulary=vocabulary)
     with torch.autocast(device, enabled=False):
         loss, total = _ChunkedCrossEntropy.apply(
-            flat, weight, bias, targets, counts, factor, chunk, softcap, dtype, piece, differentiate
-        )
+            flat, weight, bias, narrow, wide,
+            targets, counts, factor, chunk, softcap, dtype, piece, differentiate,
+        )  # fmt: skip
     return loss, total
 
 
@@ -98,6 +103,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        narrow: Tensor | None,
+        wide: Tensor | None,
         labels: Tensor,
         counts: Tensor | None,
         scale: Tensor,
@@ -107,19 +114,22 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         piece: Callable[..., Parts],
         differentiate: bool,
     ) -> tuple[Tensor, Tensor]:
-        head = weight.to(dtype)
+        head, more = weight.to(dtype), None if wide is None else wide.to(dtype)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        wanted = ctx.needs_input_grad[:3] if differentiate else (False, False, False)
+        exact = torch.promote_types(weight.dtype, torch.float32)
+        wanted = ctx.needs_input_grad[:5] if differentiate else (False,) * 5
         dhidden = torch.zeros_like(hidden) if wanted[0] else None
-        dweight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
-        dbias = torch.zeros_like(bias, dtype=wide) if wanted[2] and bias is not None else None
+        dweight = torch.zeros_like(weight, dtype=exact) if wanted[1] else None
+        dbias = torch.zeros_like(bias, dtype=exact) if wanted[2] and bias is not None else None
+        dnarrow = torch.zeros_like(narrow) if wanted[3] and narrow is not None else None
+        dwide = torch.zeros_like(wide, dtype=exact) if wanted[4] and wide is not None else None
         for start in _chunks_with_targets(labels, chunk):
             rows = slice(start, start + chunk)
             part = hidden[rows].to(dtype)
+            thin = None if narrow is None else narrow[rows].to(dtype)
             count = None if counts is None else counts[rows]
             loss, dlogits = piece(
-                part, head, bias, labels[rows], count, scale, softcap, differentiate
+                part, head, bias, thin, more, labels[rows], count, scale, softcap, differentiate
             )
             total += loss
             if dhidden is not None:
@@ -128,10 +138,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 dweight += dlogits.t() @ part
             if dbias is not None:
                 dbias += dlogits.sum(0, dtype=dbias.dtype)
+            if dnarrow is not None and more is not None:
+                dnarrow[rows] = dlogits @ more
+            if dwide is not None and thin is not None:
+                dwide += dlogits.t() @ thin
         ctx.save_for_backward(
-            dhidden,
-            None if dweight is None else dweight.to(weight.dtype),
-            None if dbias is None or bias is None else dbias.to(bias.dtype),
+            dhidden, _as(dweight, weight), _as(dbias, bias), dnarrow, _as(dwide, wide)
         )
         ctx.mark_non_differentiable(total)
         return scale * total, total
@@ -140,6 +152,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         grads = (None if x is None else x * grad.to(x.dtype) for x in ctx.saved_tensors)
         return (*grads, *[None] * 8)
+
+
+def _as(gradient: Tensor | None, of: Tensor | None) -> Tensor | None:
+    """A gradient in the type of what it is of."""
+    return None if gradient is None or of is None else gradient.to(of.dtype)
 
 
 def _chunks_with_targets(labels: Tensor, chunk: int) -> list[int]:
@@ -156,6 +173,8 @@ def _piece(
     hidden: Tensor,
     head: Tensor,
     bias: Tensor | None,
+    narrow: Tensor | None,
+    wide: Tensor | None,
     labels: Tensor,
     count: Tensor | None,
     scale: Tensor,
@@ -165,6 +184,8 @@ def _piece(
 ) -> Parts:
     """Loss of one chunk, and the gradient of its logits (empty when not asked for)."""
     logits = (hidden @ head.t()).float()
+    if narrow is not None and wide is not None:
+        logits = logits + narrow @ wide.t()
     if bias is not None:
         logits = logits + bias
     bent = None

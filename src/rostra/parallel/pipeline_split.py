@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from rostra.errors import RequestError
-from rostra.models import create_model, decoder_layers
+from rostra.models import bare_layer, create_model, decoder_layers
 from rostra.models.tiny import tiny_config
 
 
@@ -25,7 +25,7 @@ class PassThrough(nn.Module):
 
     Keeps the plain attributes of what it replaces, which transformers' models read off their
     layers (`attention_type`, say). `tied` says that the module's weight was one with the
-    model's other embedding.
+    model's other embedding, and `weight_name` what it was called, within an adapter or not.
     """
 
     def __init__(self, replaced: nn.Module, tied: bool = False) -> None:
@@ -34,6 +34,8 @@ class PassThrough(nn.Module):
             if not name.startswith("_") and name not in ("training", "forward"):
                 setattr(self, name, value)
         self.tied = tied
+        adapted = bare_layer(replaced) is not replaced
+        self.weight_name = "base_layer.weight" if adapted else "weight"
 
     def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
         return hidden_states
@@ -71,9 +73,10 @@ def split_layers(model: PreTrainedModel, stage: int, stages: int, cuts: Sequence
             layers[index] = PassThrough(layer)
 
 
-def _head(model: PreTrainedModel) -> nn.Linear | None:
+def _head(model: PreTrainedModel) -> Any:
+    """The head, or the adapter around it; None for what is no linear layer."""
     head = model.get_output_embeddings()
-    return head if isinstance(head, nn.Linear) else None
+    return head if isinstance(bare_layer(head), nn.Linear) else None
 
 
 def _around(
@@ -132,7 +135,7 @@ def tied_aliases(model: PreTrainedModel) -> dict[str, str]:
         return {}
     owner = next(name for name, module in model.named_modules() if module is source)
     here = next(name for name, parameter in model.named_parameters() if parameter is weight)
-    return {here: f"{owner}.weight"}
+    return {here: f"{owner}.{source.weight_name}"}
 
 
 def balance(costs: Sequence[float], stages: int) -> list[int]:
