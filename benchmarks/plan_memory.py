@@ -139,6 +139,11 @@ ROWS: dict[str, Row] = {
     "1f1b 2 x full_shard 2": row("llama", **P2, **F2, compute="bf16"),
     "lora": row("llama", adapter=LORA, compute="bf16", length=512),
     "lora, full_shard 2": row("qwen3", adapter=LORA, **F2),
+    "lora, ends": row("llama", adapter={**LORA, "targets": ["q_proj", "embed_tokens", "lm_head"]},
+                      compute="bf16", length=512),
+    "lora, head, full_shard 2": row(
+        "qwen3", adapter={**LORA, "targets": ["q_proj", "lm_head"]}, **F2
+    ),
     "qlora": row("llama", adapter=LORA, quantization=NF4, compute="bf16", length=512,
                  activation_checkpointing="full"),
     "qlora, full_shard 2": row("llama", adapter=LORA, quantization=NF4, compute="bf16", **F2),

@@ -147,6 +147,12 @@ CASES = {
     "tied, input changed": Case(
         "qwen3", LoraConfig(r=4, target_modules=[*QV, "embed_tokens"]), values=TIED
     ),
+    "embedding and head": Case(
+        "llama", LoraConfig(r=4, target_modules=["v_proj", "embed_tokens", "lm_head"])
+    ),
+    "tied, both changed apart": Case(
+        "qwen3", LoraConfig(r=4, target_modules=["embed_tokens", "lm_head"]), values=TIED
+    ),
     "tied, both changed as one": Case(
         "qwen3",
         LoraConfig(r=4, target_modules=[*QV, "embed_tokens"], ensure_weight_tying=True),

@@ -41,6 +41,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
         "dropout": 0.2,
         "targets": ["q_proj", "embed_tokens", "lm_head"],
     },
+    "ends, tied": {"kind": "lora", "rank": 4, "targets": ["v_proj", "embed_tokens", "lm_head"]},
     "head": {"kind": "lora", "rank": 4, "dropout": 0.2, "targets": ["lm_head"]},
     "lora, noise and dropout": {
         "kind": "lora",
@@ -78,13 +79,14 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def shape_of(layers: int = 4) -> Any:
+def shape_of(layers: int = 4, tied: bool = False) -> Any:
     size = {
         "hidden_size": 64,
         "layers": layers,
         "heads": 4,
         "kv_heads": 2,
         "intermediate_size": 128,
+        "tie_embeddings": tied,
     }
     section = ModelSection.model_validate({"architecture": "llama", "size": size})
     special: dict[str, int | None] = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
@@ -111,8 +113,9 @@ def run_tuned(
         precision={"compute": compute},
         train={"global_batch_size": 8, "neftune_alpha": 5.0 if "noise" in kind else None},
     )
-    model: PreTrainedModel = model_on_meta(shape_of())
-    built = tune(model, SeededWeights(shape_of(), 1), config)
+    shape = shape_of(tied="tied" in kind)
+    model: PreTrainedModel = model_on_meta(shape)
+    built = tune(model, SeededWeights(shape, 1), config)
     values = {"micro_batch": 2, "accumulation": 4, "compute": compute, **layout}
     values |= {"adapter": ADAPTERS[kind]["kind"], "quantization": quantized}
     if "replicate" in layout or layout.get("shard"):
@@ -159,6 +162,8 @@ CASES = [
     ("ia3", "none", "full_shard"),
     *(("ends", "none", name) for name in ("ddp", "full_shard", "pipeline x full_shard", "zero3")),
     ("ends", "nf4", "context"),
+    ("ends, tied", "none", "pipeline"),
+    ("ends, tied", "none", "full_shard"),
     ("head", "none", "pipeline"),
     ("prompt", "nf4", "full_shard"),
     ("prompt", "none", "pipeline"),

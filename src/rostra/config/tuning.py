@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -30,7 +31,7 @@ class AdapterTable(Section):
     targets: str | tuple[str, ...] | None = Field(
         None,
         description="lora, ia3: names of modules, or one pattern of their whole names; all-linear "
-        "is every layer but the head, and lora's default",
+        "is every linear layer but the head, and lora's default. lora: embeddings and head too",
     )
     rslora: bool = Field(False, description="lora: alpha / sqrt(rank) times instead")
     dora: bool = Field(False, description="lora: magnitudes are trained beside directions")
@@ -40,6 +41,13 @@ class AdapterTable(Section):
     modules_to_save: tuple[str, ...] = Field((), description="modules that are trained whole")
     virtual_tokens: Count = Field(20, description="prompt, prefix: positions that are learned")
     prompt: str | None = Field(None, description="prompt: the text that it begins as")
+
+    def aims_at(self, module: str) -> bool:
+        """Whether `targets` names the module of this whole name; all-linear names none."""
+        targets = self.targets or ()
+        if isinstance(targets, str):
+            return targets != "all-linear" and re.fullmatch(targets, module) is not None
+        return any(f".{module}".endswith(f".{target}") for target in targets)
 
     @model_validator(mode="after")
     def _own_keys(self) -> Self:

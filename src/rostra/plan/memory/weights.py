@@ -8,7 +8,6 @@ weights and gradients beside a float32 copy: the same 16).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,6 +24,9 @@ from rostra.plan.job import Cut, Job, Layer, Linear
 from rostra.plan.memory.setting import ATTENTION, Adapted
 
 FLOAT = 4
+# What families call them, whole.
+EMBEDDINGS = ("model.embed_tokens", "transformer.wte", "gpt_neox.embed_in")
+HEADS = ("lm_head", "embed_out")
 HALF = {"bf16": 2, "fp16": 2, "fp8": 2, "bf16_pure": 2}  # bytes of a number in products
 
 
@@ -233,15 +235,12 @@ class Weights:
         if self.adapter not in ("lora", "ia3"):
             return Adapted(cast(Literal["none", "prompt", "prefix"], self.adapter))
         names = [x.name for x in layer.linears]
-        targets = table.targets
-        if targets is None and self.adapter == "ia3":
+        if table.targets is None and self.adapter == "ia3":
             chosen = _of_ia3(layer)
-        elif targets is None or targets == "all-linear":
+        elif table.targets in (None, "all-linear"):
             chosen = names
-        elif isinstance(targets, str):
-            chosen = [n for n in names if re.fullmatch(targets, f"model.layers.0.{n}")]
         else:
-            chosen = [n for n in names if any(f".{n}".endswith(f".{t}") for t in targets)]
+            chosen = [n for n in names if table.aims_at(f"model.layers.0.{n}")]
         kind: Literal["lora", "ia3"] = "lora" if self.adapter == "lora" else "ia3"
         return Adapted(kind, frozenset(chosen), table.rank, table.dora)
 
@@ -267,6 +266,11 @@ class Weights:
             found.append(Matrix(rows, s.hidden, self._lies, not self.frozen))
         if self.adapter == "prompt":
             found.append(Matrix(self.config.adapter.virtual_tokens, s.hidden))
+        rank = self._rank_around(EMBEDDINGS)
+        if rank:
+            found += [
+                Matrix(rank, s.vocabulary, embeds=True), Matrix(s.hidden, rank, embeds=True)
+            ]  # fmt: skip
         return found
 
     def head(self) -> list[Matrix]:
@@ -277,8 +281,23 @@ class Weights:
         return [Matrix(s.vocabulary, s.hidden, each, trains, "columns", embeds=True)]
 
     def after(self) -> list[Matrix]:
-        """Norms after the layers."""
-        return self._norms(self.job.sizes.after)
+        """Norms after the layers, and what LoRA has around the head."""
+        s, rank, found = self.job.sizes, self.head_rank, self._norms(self.job.sizes.after)
+        if rank:
+            found += [
+                Matrix(rank, s.hidden, embeds=True), Matrix(s.vocabulary, rank, embeds=True)
+            ]  # fmt: skip
+        return found
+
+    @cached_property
+    def head_rank(self) -> int:
+        """LoRA's rank around the head; 0 without."""
+        return self._rank_around(HEADS)
+
+    def _rank_around(self, names: tuple[str, ...]) -> int:
+        table = self.config.adapter
+        aimed = self.adapter == "lora" and any(table.aims_at(name) for name in names)
+        return table.rank if aimed else 0
 
     @cached_property
     def head_trains(self) -> bool:

@@ -148,7 +148,7 @@ class Working:
         hidden = setting.tokens * s.hidden
         vocabulary = s.vocabulary / x.tensor
         matrix = vocabulary * s.hidden
-        trains = weights.head_trains
+        learned = matrix if weights.head_trains else vocabulary * weights.head_rank
         norm = norm_profile(s, setting)
         kept = norm.kept - setting.tokens / setting.tensor * s.hidden * setting.stream
         output = hidden * setting.stream
@@ -159,34 +159,39 @@ class Working:
             return Loss(
                 kept=kept + output,
                 logits=numbers * bytes_,
-                head=matrix * each if trains else 0.0,
+                head=learned * each,
                 norm=norm.backward,
                 waits=kept + output,
                 blocks=numbers * each if self.way.logits == "whole" else 0.0,
                 outputs=numbers * each if x.pipeline > 1 else 0.0,
             )
-        return self._chunked(x, setting, kept, norm.backward, trains)
+        return self._chunked(x, setting, kept, norm.backward, weights)
 
-    def _chunked(self, x: Layout, setting: Setting, kept: float, norm: float, trains: bool) -> Loss:
+    def _chunked(
+        self, x: Layout, setting: Setting, kept: float, norm: float, weights: Weights
+    ) -> Loss:
         """Logits of some positions at a time, whose gradients are taken at once (Hsu et al. 2024,
         arXiv:2410.10989): see `rostra.optim.losses.chunked_cross_entropy`."""
         s, each = self.job.sizes, setting.product
         chunk = self.job.config.train.loss_chunk or loss_chunk(s.vocabulary, self.device == "gpu")
         rows = min(setting.tokens, chunk)
         vocabulary = s.vocabulary / x.tensor
+        trains, rank = weights.head_trains, weights.head_rank
         matrix, output = vocabulary * s.hidden, setting.tokens * s.hidden * setting.stream
+        learned = matrix if trains else vocabulary * rank  # LoRA's B alone
+        thin = setting.tokens * rank * each  # what its A makes of the hidden states
         lies = FLOAT if trains and setting.stream == FLOAT else each
         part = rows * s.hidden * (each if each != setting.stream else 0)
         fused = x.compile and x.tensor == 1  # logits, exponentials and gradients alone
         before = rows * vocabulary * each if setting.tokens > rows else 0.0  # of the last chunk
         return Loss(
             kept=kept,
-            output=output,
+            output=output + thin,
             logits=rows * vocabulary * (2 * each + FLOAT if fused else CHUNKED) + part + before,
-            gradients=output + (matrix * FLOAT if trains else 0.0),
-            copies=matrix * each if lies != each else 0.0,
-            product=rows * vocabulary * each + part + (matrix * each if trains else 0.0),
-            head=matrix * FLOAT if trains else 0.0,
+            gradients=output + thin + learned * FLOAT,
+            copies=(matrix * each if lies != each else 0.0) + vocabulary * rank * each,
+            product=rows * vocabulary * each + part + learned * each,
+            head=learned * FLOAT,
             norm=norm,
-            waits=kept + output + (matrix * FLOAT if trains else 0.0),
+            waits=kept + output + thin + learned * FLOAT,
         )

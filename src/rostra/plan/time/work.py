@@ -3,7 +3,6 @@ of attention, the bytes of pointwise work, the operations that are started."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -70,12 +69,8 @@ class Work:
 
     def _adapted(self, name: str) -> bool:
         """Whether the config's adapter goes around the linear layer `name`."""
-        targets = self.job.config.adapter.targets
-        if targets is None or targets == "all-linear":
-            return True
-        if isinstance(targets, str):
-            return re.search(rf"(?:^|\.)(?:{targets})$", name) is not None
-        return any(name == x or name.endswith(f".{x}") for x in targets)
+        table = self.job.config.adapter
+        return table.targets in (None, "all-linear") or table.aims_at(f"model.layers.0.{name}")
 
     def _experts(self, layer: Layer) -> tuple[Product, ...]:
         """Fused experts are no linear layers: three matrices each, of which a row meets few."""
