@@ -47,9 +47,7 @@ def filled(
 ) -> PreTrainedModel:
     """`model`, taken off the meta device, with what `weights` has, and noise on what trains."""
     owners = {id(p): name for name, p in model.named_parameters()}
-    names = {
-        name: owners[id(p)] for name, p in model.named_parameters(remove_duplicate=False)
-    }
+    names = {name: owners[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
     model.to_empty(device="cpu")
     for name, owner in names.items():  # tied ones stay one
         module, _, leaf = name.rpartition(".")

@@ -22,7 +22,7 @@ KINDS = {
     "ends": {"kind": "lora", "rank": 2},
     "ia3": {"kind": "ia3"},
 }
-ENDS = {"gpt2": ["c_attn", "wte", "lm_head"]}  # embedding and head beside the body
+ENDS = {"gpt2": ["all-linear", "wte", "lm_head"]}  # embedding and head beside the body
 FAMILIES = {
     "llama": (["q_proj", "v_proj"], "embed_tokens"),
     "qwen3": (["q_proj", "down_proj"], "lm_head"),

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from rostra.config.tuning import AdapterTable
+from rostra.config.tuning import ALL, AdapterTable
 from rostra.errors import RequestError
 
 TRAINED = "default"  # what peft calls the adapter that trains; of others `frozen_name`
@@ -47,7 +47,7 @@ def lora_config(section: AdapterTable, model: PreTrainedModel) -> Any:
         r=section.rank,
         lora_alpha=section.alpha,
         lora_dropout=section.dropout,
-        target_modules=_targets(section.targets or "all-linear", model),
+        target_modules=_targets(section.targets or ALL, model),
         modules_to_save=list(section.modules_to_save) or None,
         use_rslora=section.rslora,
         use_dora=section.dora,
@@ -84,9 +84,11 @@ def _transposed(model: PreTrainedModel) -> bool:
 
 def _targets(asked: str | tuple[str, ...], model: PreTrainedModel) -> list[str] | str:
     """What was `asked` for, as peft takes it; of all-linear, the last parts of the names."""
-    if asked == "all-linear":
-        return sorted({name.rpartition(".")[2] for name in _linear(model)})
-    return asked if isinstance(asked, str) else sorted(asked)
+    if isinstance(asked, str) and asked != ALL:
+        return asked
+    names = {asked} if isinstance(asked, str) else {*asked}
+    every = {name.rpartition(".")[2] for name in _linear(model)} if ALL in names else set()
+    return sorted((names - {ALL}) | every)
 
 
 def _linear(model: PreTrainedModel) -> list[str]:
@@ -164,7 +166,7 @@ def check_targets(config: Any, model: PreTrainedModel, whence: str) -> None:
             what = "matches the whole name of" if pattern else "names"
             raise RequestError(
                 f"{whence}: {target!r} {what} no module of a {type(model).__name__}; its linear "
-                f"layers are {', '.join(_targets('all-linear', model))}"
+                f"layers are {', '.join(_targets(ALL, model))}"
             )
         for name, module in found.items():
             end = id(module) == head or isinstance(module, nn.Embedding)

@@ -83,10 +83,10 @@ def adapter_weights(
     """The first values of everything that `add_adapter` brought into `model`.
 
     A saved adapter's are its own. LoRA's A is uniform within 1/sqrt(inputs) and B zero, so that
-    it begins as nothing (around an embedding A is zero and B normal, as in peft: A's columns are
-    learned by the tokens that are met); DoRA's magnitudes are the norms of the base's rows; (IA)³ scales by 1;
-    a prompt is the embeddings of the tokens `prompt`, again and again, or of tokens that are
-    drawn (Lester et al. 2021, section 3.2); a prefix is small and drawn.
+    it begins as nothing (around an embedding A is zero and B normal, as in peft: each column of
+    A is learned from its own token); DoRA's magnitudes are the norms of the base's rows; (IA)³
+    scales by 1; a prompt is the embeddings of the tokens `prompt`, again and again, or of tokens
+    that are drawn (Lester et al. 2021, section 3.2); a prefix is small and drawn.
 
     `base` has the bare model's weights in a float type, also of layers that are quantised.
     """

@@ -152,10 +152,12 @@ def lora(name: str) -> Rule:
 
 
 def target_linear(part: Part, key: str, value: Any) -> None:
+    named = part.values.get("lora_target_modules") or []
     if not part.on("adapter"):
         part.needless(key, NO_ADAPTER)
     elif value:
-        part.put(key, "adapter.targets", "all-linear")
+        ends = [name for name in named if _around_body(name)] if isinstance(named, list) else []
+        part.put(key, "adapter.targets", ["all-linear", *ends] if ends else "all-linear")
     else:
         part.needless(key, "switched off")
 
@@ -175,10 +177,15 @@ def target_modules(part: Part, key: str, value: Any) -> None:
         part.refuse(key, f"{odd[0]!r} is a pattern in a list; give one pattern, or names alone")
     elif not part.on("lora_target_linear"):
         part.put(key, "adapter.targets", names)
-    elif odd := [name for name in names if re.search("embed|head|wte", name)]:
-        part.refuse(key, f"`{odd[0]}` is no linear layer of lora_target_linear; keep one of them")
+    elif any(map(_around_body, names)):
+        part.merge(key, "embeddings and head beside all that lora_target_linear takes in")
     else:
         part.needless(key, "lora_target_linear takes them in")
+
+
+def _around_body(name: Any) -> bool:
+    """Whether a module is an embedding or a head, which no all-linear takes in."""
+    return re.search("embed|head|wte", str(name)) is not None
 
 
 def lora_plus_embedding(part: Part, key: str, value: Any) -> None:

@@ -17,6 +17,9 @@ def _named(value: Any) -> Any:
     return {"kind": value} if isinstance(value, str) else value
 
 
+ALL = "all-linear"
+
+
 class AdapterTable(Section):
     """What is trained beside a frozen model. Saved as peft saves it."""
 
@@ -30,8 +33,9 @@ class AdapterTable(Section):
     dropout: Fraction = Field(0.0, description="lora: of what enters the update")
     targets: str | tuple[str, ...] | None = Field(
         None,
-        description="lora, ia3: names of modules, or one pattern of their whole names; all-linear "
-        "is every linear layer but the head, and lora's default. lora: embeddings and head too",
+        description="lora, ia3: names of modules, or one pattern of their whole names; all-linear, "
+        "lora's default and also one of the names, is every linear layer but the head. lora: "
+        "embeddings and head too",
     )
     rslora: bool = Field(False, description="lora: alpha / sqrt(rank) times instead")
     dora: bool = Field(False, description="lora: magnitudes are trained beside directions")
@@ -42,11 +46,18 @@ class AdapterTable(Section):
     virtual_tokens: Count = Field(20, description="prompt, prefix: positions that are learned")
     prompt: str | None = Field(None, description="prompt: the text that it begins as")
 
+    @property
+    def all_linear(self) -> bool:
+        """Whether `targets` takes in every linear layer of the body; so it is where none are
+        named."""
+        targets = self.targets or ALL
+        return targets == ALL if isinstance(targets, str) else ALL in targets
+
     def aims_at(self, module: str) -> bool:
-        """Whether `targets` names the module of this whole name; all-linear names none."""
+        """Whether `targets` names the module of this whole name, all-linear apart."""
         targets = self.targets or ()
         if isinstance(targets, str):
-            return targets != "all-linear" and re.fullmatch(targets, module) is not None
+            return targets != ALL and re.fullmatch(targets, module) is not None
         return any(f".{module}".endswith(f".{target}") for target in targets)
 
     @model_validator(mode="after")

@@ -73,8 +73,8 @@ def chunked_cross_entropy(
 
     The gradients are computed with the loss, chunk by chunk (as in Hsu et al. 2024,
     arXiv:2410.10989): with z = h·Wᵀ and p = softmax(z), dz = scale·w·(p - onehot(label)),
-    dh = dz·W, dW = dzᵀ·h, and likewise of u and B. So nothing is computed twice, and a `scale` that holds the loss scale
-    is in dz before it is rounded to float16.
+    dh = dz·W, dW = dzᵀ·h, and likewise of u and B. So nothing is computed twice, and a `scale`
+    that holds the loss scale is in dz before it is rounded to float16.
     """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype

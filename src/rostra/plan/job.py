@@ -21,6 +21,12 @@ from rostra.models.weights import model_on_meta
 Cut = Literal["columns", "rows", "whole"]
 _CUTS: dict[str, Cut] = {"colwise": "columns", "rowwise": "rows"}
 
+# Whole names of embedding and head.
+_ENDS = (
+    ("model.embed_tokens", "transformer.wte", "gpt_neox.embed_in"),
+    ("lm_head", "embed_out"),
+)
+
 
 @dataclass(frozen=True)
 class Linear:
@@ -95,6 +101,14 @@ class Job:
     @property
     def length(self) -> int:
         return self.config.data.sequence_length
+
+    @property
+    def ends_adapted(self) -> tuple[bool, bool]:
+        """Whether LoRA goes around the embedding, and around the head."""
+        adapter = self.config.adapter
+        lora = adapter.kind == "lora"
+        embedding, head = (lora and any(map(adapter.aims_at, names)) for names in _ENDS)
+        return embedding, head
 
     @property
     def global_batch(self) -> int:

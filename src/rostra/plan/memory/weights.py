@@ -24,9 +24,6 @@ from rostra.plan.job import Cut, Job, Layer, Linear
 from rostra.plan.memory.setting import ATTENTION, Adapted
 
 FLOAT = 4
-# What families call them, whole.
-EMBEDDINGS = ("model.embed_tokens", "transformer.wte", "gpt_neox.embed_in")
-HEADS = ("lm_head", "embed_out")
 HALF = {"bf16": 2, "fp16": 2, "fp8": 2, "bf16_pure": 2}  # bytes of a number in products
 
 
@@ -237,7 +234,7 @@ class Weights:
         names = [x.name for x in layer.linears]
         if table.targets is None and self.adapter == "ia3":
             chosen = _of_ia3(layer)
-        elif table.targets in (None, "all-linear"):
+        elif table.all_linear:
             chosen = names
         else:
             chosen = [n for n in names if table.aims_at(f"model.layers.0.{n}")]
@@ -266,11 +263,8 @@ class Weights:
             found.append(Matrix(rows, s.hidden, self._lies, not self.frozen))
         if self.adapter == "prompt":
             found.append(Matrix(self.config.adapter.virtual_tokens, s.hidden))
-        rank = self._rank_around(EMBEDDINGS)
-        if rank:
-            found += [
-                Matrix(rank, s.vocabulary, embeds=True), Matrix(s.hidden, rank, embeds=True)
-            ]  # fmt: skip
+        if self.job.ends_adapted[0] and self.adapter == "lora":
+            found += _pair(s.hidden, self.config.adapter.rank, s.vocabulary)
         return found
 
     def head(self) -> list[Matrix]:
@@ -282,22 +276,14 @@ class Weights:
 
     def after(self) -> list[Matrix]:
         """Norms after the layers, and what LoRA has around the head."""
-        s, rank, found = self.job.sizes, self.head_rank, self._norms(self.job.sizes.after)
-        if rank:
-            found += [
-                Matrix(rank, s.hidden, embeds=True), Matrix(s.vocabulary, rank, embeds=True)
-            ]  # fmt: skip
-        return found
+        s, found = self.job.sizes, self._norms(self.job.sizes.after)
+        return [*found, *_pair(s.vocabulary, self.head_rank, s.hidden)]
 
-    @cached_property
+    @property
     def head_rank(self) -> int:
         """LoRA's rank around the head; 0 without."""
-        return self._rank_around(HEADS)
-
-    def _rank_around(self, names: tuple[str, ...]) -> int:
-        table = self.config.adapter
-        aimed = self.adapter == "lora" and any(table.aims_at(name) for name in names)
-        return table.rank if aimed else 0
+        aimed = self.job.ends_adapted[1] and self.adapter == "lora"
+        return self.config.adapter.rank if aimed else 0
 
     @cached_property
     def head_trains(self) -> bool:
@@ -311,6 +297,12 @@ def _of_ia3(layer: Layer) -> list[str]:
     chosen = [n for n in inside if n.rpartition(".")[2] in ("k_proj", "v_proj", "c_attn")]
     outside = [x.name for x in layer.linears if x.name not in inside]
     return [*chosen, *outside[-1:]]
+
+
+def _pair(outputs: int, rank: int, inputs: int) -> list[Matrix]:
+    """LoRA's factors around an embedding or a head."""
+    factors = (rank, inputs), (outputs, rank)
+    return [Matrix(*shape, embeds=True) for shape in factors] if rank else []
 
 
 def _bias_cut(cut: Cut) -> Cut:

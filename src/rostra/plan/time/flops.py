@@ -59,8 +59,8 @@ def trainable(job: Job) -> float:
     if adapter.kind == "none":
         return sizes.parameters
     if adapter.kind == "lora":
-        work = Work(job, ROSTRA)
-        return sum(
+        work, ends = Work(job, ROSTRA), sum(job.ends_adapted)
+        return ends * adapter.rank * (sizes.hidden + sizes.vocabulary) + sum(
             count * adapter.rank * (x.inputs + x.outputs)
             for layer, count in sizes.layers
             for x in work.products(layer, 1)

@@ -70,7 +70,7 @@ class Work:
     def _adapted(self, name: str) -> bool:
         """Whether the config's adapter goes around the linear layer `name`."""
         table = self.job.config.adapter
-        return table.targets in (None, "all-linear") or table.aims_at(f"model.layers.0.{name}")
+        return table.all_linear or table.aims_at(f"model.layers.0.{name}")
 
     def _experts(self, layer: Layer) -> tuple[Product, ...]:
         """Fused experts are no linear layers: three matrices each, of which a row meets few."""
