@@ -168,7 +168,7 @@ def _check_agreement(section: AdapterTable, saved: SavedAdapter, model: PreTrain
     for ours, theirs in (("targets", "target_modules"), ("modules_to_save", "modules_to_save")):
         value = getattr(config, theirs, None) or ()
         found[ours] = value if isinstance(value, str) else tuple(sorted(value))
-    if section.all_linear and not misses_linear(config, model):
+    if section.targets and section.all_linear and not misses_linear(config, model):
         del found["targets"]
     for key in sorted(section.model_fields_set & found.keys()):
         asked = getattr(section, key)
