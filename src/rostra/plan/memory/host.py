@@ -43,7 +43,7 @@ def beside(x: Layout, held: Unit, largest: float, offloaded: float, numbers: int
         nvme=nvme,
         loading=max(held.part, FLOAT * held.trained_part) if here[0] else 0.0,
         loading_host=lasting + FLOAT * largest,
-        saving=held.part + (held.states_part if here[1] else 0.0),
+        saving=held.part * here[0] + held.states_part * here[1],
         saving_host=lasting + STRETCH,
     )
 
