@@ -178,6 +178,8 @@ def test_offloading_moves_to_the_host() -> None:
     assert here.host == 0
     assert there.kinds["optimizer"] == there.kinds["parameters"] == 0
     assert there.host >= here.kinds["optimizer"] + here.kinds["parameters"]
+    more, more_away = (model(replace(x, accumulation=4)) for x in (layout, away))
+    assert more.kinds["gradients"] > 0 == more_away.kinds["gradients"]  # sent layer by layer
     kept = model(replace(layout, activation_checkpointing="offload"))
     assert kept.host > here.kinds["activations"] / 2
     assert kept.live < here.live
