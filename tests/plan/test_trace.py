@@ -143,3 +143,11 @@ def test_a_gpu_holds_the_batch_too() -> None:
     here, there = of(layout, shape_of(2)), of(layout, shape_of(2), read_cluster("1xL4"))
     assert there.live - here.live >= 4 * LENGTH * 24
     assert there.source == "trace"
+
+
+def test_on_a_gpu_dropout_of_attention_keeps_nothing() -> None:
+    """Its kernel draws it again; the CPU's, which a trace runs, keeps scores for it."""
+    layout, gpu, cpu = layout_of(), read_cluster("1xL4"), this_cluster()
+    plain, drops = shape_of(), shape_of(attention_dropout=0.1)
+    assert of(layout, drops, gpu).live == of(layout, plain, gpu).live
+    assert of(layout, drops, cpu).live > of(layout, plain, cpu).live

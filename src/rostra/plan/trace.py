@@ -46,10 +46,21 @@ def traced(job: Job, layout: Layout, cluster: Cluster) -> Memory:
     if layout.compile:
         return MemoryModel(job, cluster)(layout)
     gpu = cluster.device.kind == "gpu"
+    job = replace(job, shape=_in_kernel(job.shape)) if gpu else job
     places = _Parts(job.shape, layout).places()
     found = [peak(_Trace(job, layout, place, gpu).profile()) for place in places]
     kinds = max(found, key=lambda kinds: sum(kinds.values()))
     return Memory(kinds, source="trace")
+
+
+def _in_kernel(shape: PretrainedConfig) -> PretrainedConfig:
+    """Without the dropout of attention: a GPU's kernels draw it again from a seed, while the
+    CPU's, which a trace runs, would keep all scores for it."""
+    shape = copy.deepcopy(shape)
+    for name in ("attention_dropout", "attn_pdrop"):
+        if getattr(shape.get_text_config(), name, None):
+            setattr(shape.get_text_config(), name, 0.0)
+    return shape
 
 
 @dataclass(frozen=True)
