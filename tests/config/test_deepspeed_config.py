@@ -218,3 +218,26 @@ def test_layouts_that_deepspeed_cannot_execute(keys: dict[str, Any], said: str) 
 def test_a_stage_that_there_is_not() -> None:
     with pytest.raises(RequestError, match="must be 0, 1, 2 or 3"):
         layout_keys({"zero_optimization": {"stage": 4}})
+
+
+@pytest.mark.parametrize(("largest", "numbers"), [(10**6, 10**8), (10**9, 250_000_000)])
+def test_a_part_of_the_largest_parameter_fits_a_buffer_of_nvme(largest: int, numbers: int) -> None:
+    layout = Layout(
+        1,
+        1,
+        engine="deepspeed",
+        shard=4,
+        sharding="full_shard",
+        offload_parameters="nvme",
+        offload_optimizer="nvme",
+    )
+    made = deepspeed_config(
+        layout,
+        OptimizerSection(),
+        clip=None,
+        samples=4,
+        parameters=10**10,
+        largest=largest,
+        nvme_path="/nvme",
+    )
+    assert made["zero_optimization"]["offload_param"]["buffer_size"] == numbers

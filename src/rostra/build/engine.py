@@ -143,6 +143,7 @@ def _deepspeed_engine(order: _Order) -> DeepSpeedEngine:
         clip=config.stability.clip,
         samples=config.train.global_batch_size,
         parameters=sum(p.numel() for p in model.parameters()),
+        largest=max(p.numel() for p in model.parameters()),
         nvme_path=config.memory.offload.path,
         user=None if file is None else read_deepspeed(file),
     )

@@ -154,21 +154,23 @@ def deepspeed_config(
     clip: float | None,
     samples: int,
     parameters: int,
+    largest: int = 0,
     nvme_path: str | None = None,
     user: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The whole config that DeepSpeed is started with.
 
-    `samples` are those of a global batch, `parameters` those of the model; `nvme_path` is the
-    folder on the NVMe device. `user` is a file's content from `read_deepspeed`. Clipping and
-    the optimizer are not in the answer: the engine brings both.
+    `samples` are those of a global batch, `parameters` those of the model, `largest` the numbers
+    of its largest one; `nvme_path` is the folder on the NVMe device. `user` is a file's content
+    from `read_deepspeed`. Clipping and the optimizer are not in the answer: the engine brings
+    both.
 
     Raises RequestError for a layout that the table of combinations refuses, and where the file and
     Rostra's own keys say different things.
     """
     if refused := explain(layout):
         raise RequestError(refused)
-    ours = _own_config(layout, parameters, nvme_path)
+    ours = _own_config(layout, parameters, largest, nvme_path)
     given = user or {}
     _check_owned(given, _owned(layout, optimizer, clip, samples, nvme_path))
     _check_precision(given, layout)
@@ -206,7 +208,15 @@ def bucket_numbers(parameters: int) -> int:
     return max(1, min(50_000_000, parameters))
 
 
-def _own_config(layout: Layout, parameters: int, nvme_path: str | None) -> dict[str, Any]:
+def swapped_numbers(largest: int, ranks: int) -> int:
+    """Numbers of a buffer through which parameters come from NVMe: DeepSpeed's own, or what a
+    rank has of the largest parameter, which DeepSpeed refuses if it is larger."""
+    return max(100_000_000, -(-largest // ranks))
+
+
+def _own_config(
+    layout: Layout, parameters: int, largest: int, nvme_path: str | None
+) -> dict[str, Any]:
     """What Rostra asks for where no file does. Buckets are small beside what is sharded, and
     parameters that stay whole on every rank are few."""
     bucket = bucket_numbers(parameters)
@@ -227,6 +237,8 @@ def _own_config(layout: Layout, parameters: int, nvme_path: str | None) -> dict[
         if place != "none":
             path = {"nvme_path": nvme_path} if place == "nvme" and nvme_path else {}
             zero[block] = {"device": place, **path}
+    if layout.offload_parameters == "nvme":
+        zero["offload_param"]["buffer_size"] = swapped_numbers(largest, layout.data)
     return {
         "zero_optimization": zero,
         "bf16": {"enabled": layout.compute == "bf16_pure"},

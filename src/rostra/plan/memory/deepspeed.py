@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rostra.config.deepspeed import bucket_numbers
+from rostra.config.deepspeed import bucket_numbers, swapped_numbers
 from rostra.layout import Layout
 from rostra.plan.memory.step import Parts
 from rostra.plan.memory.weights import FLOAT, Unit, pinned
@@ -18,7 +18,6 @@ from rostra.plan.memory.weights import FLOAT, Unit, pinned
 # (sub_group_size); of parameters on the host under NVMe (max_in_cpu).
 LIVE = SUB_GROUP = MAX_IN_CPU = 10**9
 SWAPPED, FETCHED = 4, 5  # buffers of offload_optimizer and offload_param for NVMe
-FETCHED_SIZE = 10**8  # numbers of one of the latter
 
 
 def held(x: Layout, all_: Unit) -> Unit:
@@ -132,7 +131,7 @@ def beside(x: Layout, all_: Unit, numbers: int) -> tuple[float, float]:
         host += pinned(all_.part)
     elif x.offload_parameters == "nvme":
         kept, size = min(all_.part / each, MAX_IN_CPU), all_.part / each
-        host += each * (kept + FETCHED * FETCHED_SIZE)
+        host += each * (kept + FETCHED * swapped_numbers(int(all_.largest), _ranks(x)))
         if size > kept:  # space for a sub-group on its way back, taken for all ranks
             host += each * group * _ranks(x)  # (reserve_partitioned_swap_space)
         nvme += all_.part - each * kept
