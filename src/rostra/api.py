@@ -281,6 +281,8 @@ def plan(
     from rostra.plan.explain import explain
     from rostra.plan.planner import make_plan
     from rostra.plan.request import Request
+    from rostra.plan.space import Limits
+    from rostra.train.choose import POSITIONS
 
     cluster = (
         read_cluster(hardware, price) if hardware else this_cluster(price=price, notice=notice)
@@ -289,7 +291,8 @@ def plan(
         config = Run.open(config, overrides, ranks=cluster.devices).config
     asked = Request(model, method, length, global_batch, tokens, tuple(overrides))
     job, notes = asked.job(config, cluster.devices)
-    return explain(make_plan(job, cluster, allow, goal, trace=trace, notes=notes))
+    limits = Limits(positions=POSITIONS) if cluster.device.kind == "cpu" else None
+    return explain(make_plan(job, cluster, allow, goal, limits, trace, notes))
 
 
 def migrate(source: str | Path, output: str | Path | None = None, ranks: int = 1) -> Translation:

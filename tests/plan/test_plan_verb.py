@@ -165,6 +165,11 @@ def test_a_config_keeps_what_it_says(tiny: Tiny, tmp_path: Path) -> None:
     assert found["hardware"]["price_per_hour"] == 3
 
 
+def test_a_plan_for_a_cpu_keeps_micro_batches_in_caches_as_training_does() -> None:
+    found = planned("--model", "gpt2", "--hardware", "cpu", "--length", "512")
+    assert found["chosen"]["layout"]["micro_batch"] * 512 <= POSITIONS
+
+
 def test_the_choice_is_traced() -> None:
     """By running its engine on tensors without memory; formulas and trace are about one."""
     run = Run.open(
