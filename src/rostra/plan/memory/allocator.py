@@ -10,6 +10,7 @@ be used at it.
 from __future__ import annotations
 
 from rostra.layout import AXES, Layout
+from rostra.plan.memory.growth import at
 from rostra.plan.memory.step import Moment, Stage
 
 CONTEXT = 500 << 20  # of a device with its kernels and libraries, as `nvidia-smi` shows it
@@ -17,16 +18,18 @@ CHANNELS = 128 << 20  # buffers of a communicator of NCCL: 16 channels, send and
 ROUNDED = 0.01  # of what is taken for a time, by rounding to 2 MiB and the gaps between blocks
 
 
-def kept_blocks(stage: Stage, moment: Moment) -> float:
-    """Bytes of blocks that are free at `moment` and of no use then."""
-    found = ROUNDED * (moment.activations + moment.logits)
+def kept_blocks(stage: Stage, moment: Moment, tokens: int) -> float:
+    """Bytes of blocks that are free at `moment`, with micro batches of so many tokens, and of no
+    use then."""
+    found = ROUNDED * (moment.activations + moment.logits).real
     p = stage.parts
     if p.layer:  # gathered on a stream of its own: the largest buffer, of which one layer's lives
         found += max(0.0, max(p.around, 2 * p.layer) - p.layer)
         # and gradients are reduced on another, where the blocks of the last step's wait
-        found += p.pool if p.stays else max(0.0, p.pool - moment.gradients)
+        found += p.pool if p.stays else max(0.0, p.pool - moment.gradients.real)
     if moment.logits and stage.loss is not None:
-        found += stage.loss.blocks + stage.layers.spare
+        found += at(stage.loss.blocks, tokens)
+        found += max(at(spare, tokens) for spare in stage.layers.spare)
     return found
 
 

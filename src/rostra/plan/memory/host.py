@@ -13,7 +13,7 @@ from rostra.plan.memory.weights import FLOAT, Unit
 
 @dataclass(frozen=True)
 class Beside:
-    """Bytes for one rank."""
+    """Bytes for one rank, without the activations that wait on the host."""
 
     host: float = 0.0
     nvme: float = 0.0
@@ -23,7 +23,7 @@ class Beside:
     saving_host: float = 0.0
 
 
-def beside(x: Layout, held: Unit, largest: float, offloaded: float, numbers: int) -> Beside:
+def beside(x: Layout, held: Unit, largest: float, numbers: int) -> Beside:
     """Of a rank on a GPU that holds `held`; `largest` are the numbers of the largest thing that
     is read or drawn at once, a layer or the embedding, `numbers` those of the model.
 
@@ -39,7 +39,7 @@ def beside(x: Layout, held: Unit, largest: float, offloaded: float, numbers: int
         lasting += held.states_part
     here = x.offload_parameters == "none", x.offload_optimizer == "none"
     return Beside(
-        host=lasting + gradients + offloaded,
+        host=lasting + gradients,
         nvme=nvme,
         loading=max(held.part, FLOAT * held.trained_part) if here[0] else 0.0,
         loading_host=lasting + FLOAT * largest,

@@ -4,8 +4,9 @@ gradients move in one."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from operator import attrgetter
 
 from rostra.layout import SHARDED, Layout
 from rostra.plan.conventions import Conventions
@@ -41,6 +42,18 @@ def is_collected(x: Layout) -> bool:
         return x.sharding in ("shard_grad_op", "full_shard") or x.accumulation > 1
     more = x.world_size > 1 or x.accumulation > 1
     return more or x.optimizer_in_backward or x.compute == "bf16_pure"
+
+
+_fields = attrgetter(
+    "pipeline", "stages", "tensor", "sharding", "compute", "reduction", "quantization", "adapter",
+    "optimizer_states", "optimizer_in_backward", "engine", "compile", "offload_parameters",
+    "offload_optimizer",
+)  # fmt: skip
+
+
+def of_lasting(x: Layout) -> tuple[Hashable, ...]:
+    """What of a layout `lasting` depends on."""
+    return (*_fields(x), x.shard * x.context, x.world_size > 1, x.accumulation > 1)
 
 
 def lasting(

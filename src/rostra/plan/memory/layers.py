@@ -34,7 +34,7 @@ class _Tensor:
     each: int
 
     @property
-    def size(self) -> float:
+    def size(self) -> complex:
         return self.value.size
 
 
@@ -158,9 +158,9 @@ class _Writer:
         heads = s.heads / setting.tensor
         if setting.kernel == "eager":
             return self._eager(query, key, value)
-        masked = 0.0
+        masked: complex = 0.0
         if setting.kernel == "masked":
-            masked = setting.samples * setting.length**2 * setting.product
+            masked = self.tokens * setting.context * setting.length * setting.product
             if s.heads != s.kv_heads:
                 key, value = self._repeated(key), self._repeated(value)
         query, key, value = (self._narrow(x) for x in (query, key, value))
@@ -174,13 +174,13 @@ class _Writer:
         self._save_output(out)
         mixed = _Tensor(out, heads * s.head_size, query.each)
         # Rostra's own kernels, and an exchange of positions, put the output in order once more
-        again = setting.kernel in ("blocked", "ring") or setting.positions < setting.length
+        again = setting.kernel in ("blocked", "ring") or setting.context > 1
         return self._run(mixed) if again else mixed
 
     def _eager(self, query: _Tensor, key: _Tensor, value: _Tensor) -> _Tensor:
         """Scores and probabilities of all pairs, the latter in float32 too."""
         s, setting = self.sizes, self.setting
-        pairs = setting.samples * setting.positions * setting.length * s.heads / setting.tensor
+        pairs = self.tokens * setting.length * s.heads / setting.tensor
         if s.heads != s.kv_heads:
             key, value = self._repeated(key), self._repeated(value)
         query, key, value = (self._narrow(x) for x in (query, key, value))
@@ -316,8 +316,8 @@ class _Writer:
         each: int | None = None,
         saves: Sequence[_Tensor] = (),
         passes: Sequence[_Tensor] = (),
-        scratch: float = 0.0,
-        before: float = 0.0,
+        scratch: complex = 0.0,
+        before: complex = 0.0,
         saves_output: bool = False,
     ) -> _Tensor:
         """An operation number by number."""

@@ -3,27 +3,54 @@ beside it at the peak of a step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from rostra.hardware.cluster import Cluster
 from rostra.layout import Layout
 from rostra.parallel.pipeline_split import balance
 from rostra.plan.conventions import ROSTRA, Conventions
-from rostra.plan.job import Job, Layer
+from rostra.plan.job import Job
 from rostra.plan.memory.allocator import kept_blocks, outside
+from rostra.plan.memory.growth import at, highest_of
 from rostra.plan.memory.host import Beside, beside
-from rostra.plan.memory.lasting import is_collected, is_sharded, lasting, recasts
+from rostra.plan.memory.lasting import lasting, of_lasting
 from rostra.plan.memory.pipeline import in_flight, waiting
 from rostra.plan.memory.setting import STYLES
-from rostra.plan.memory.step import Moment, Parts, Stage, moments
+from rostra.plan.memory.step import Moment, Parts, Stage, moments, update
+from rostra.plan.memory.tape import Profile
 from rostra.plan.memory.weights import Unit
 from rostra.plan.memory.working import Work, Working
 from rostra.plan.results import Memory
 
 T = TypeVar("T")
 TOKEN = 3 * 8  # bytes of one: its id, its label, its position
+
+_of_host = attrgetter("offload_parameters", "offload_optimizer", "world_size")
+_of_shared = attrgetter("context", "context_method", "compute", "compile")
+_of_ranks = attrgetter(
+    "pipeline", "stages", "tensor", "context", "shard", "sharding", "compute", "reduction",
+    "quantization", "adapter", "optimizer_states", "optimizer_in_backward", "engine", "compile",
+    "context_method", "activation_checkpointing", "offload_parameters", "offload_optimizer",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A rank of the pipeline, whatever its micro batches."""
+
+    number: int
+    held: Unit
+    stage: Stage
+    peaks: tuple[tuple[float, float, Moment], ...]  # bytes, more for each token, and of what
+    update: Moment
+    waits: complex  # bytes of a micro batch between its passes
+    shared: complex  # of what all layers share
+    offloaded: complex  # that wait on the host
+    key: tuple[Hashable, ...]  # of `held`
 
 
 class MemoryModel:
@@ -38,60 +65,75 @@ class MemoryModel:
         self.source = "formula" if job.sizes.family in STYLES else "linears"
         self.on_gpu = cluster.device.kind == "gpu"
         self._working = Working(job, cluster.device.kind, conventions)
-        self._layers = _in_order(job)
+        self._kinds = tuple(layer for layer, _ in job.sizes.layers)
+        self._layers = _in_order(job)  # numbers in `_kinds`
+        largest = max((layer.numbers for layer in self._kinds), default=0)
+        self._largest = max(largest, job.sizes.embedding)
         self._known: dict[Hashable, Any] = {}
 
     def __call__(self, layout: Layout) -> Memory:
         """Memory of the rank that needs most."""
-        best: tuple[float, Stage, Moment, Unit, Work] | None = None
-        for stage, held, work in self._stages(layout):
-            moment = max(moments(stage), key=sum)
-            total = sum(moment) + held.part + held.states_part
+        x, tokens = layout, self._working.tokens(layout)
+        given = TOKEN * x.micro_batch * x.accumulation * self.job.length
+        best: tuple[float, Rank, Moment, float, float] | None = None
+        for rank in self._ranks(x):
+            layers, loss = rank.stage.layers, rank.stage.loss
+            others = (in_flight(x, rank.number) - 1) * rank.waits
+            others += waiting(x, rank.number) * layers.products
+            batch = given + at(rank.shared, tokens)
+            there = batch + at(others, tokens)
+            if loss is not None:
+                there += at(loss.outputs, tokens) * x.accumulation
+            buffers = self._received(x, rank.number, at(layers.input, tokens))
+            buffers += rank.stage.parts.resident
+            fixed, each, moment = max(rank.peaks, key=lambda peak: peak[0] + peak[1] * tokens)
+            total = fixed + each * tokens + there + buffers
+            updated = sum(rank.update).real + batch
+            if updated > total:
+                total, moment, there, buffers = updated, rank.update, batch, 0.0
+            total += rank.held.part + rank.held.states_part
             if best is None or total > best[0]:
-                best = (total, stage, moment, held, work)
+                best = (total, rank, moment, there, buffers)
         assert best is not None
         return self._memory(layout, *best[1:])
 
-    def _memory(self, x: Layout, stage: Stage, at: Moment, held: Unit, work: Work) -> Memory:
-        parameters, states, gradients = held.part, held.states_part, at.gradients
-        apart = Beside()
-        reserved = 0.0
+    def _memory(self, x: Layout, rank: Rank, moment: Moment, there: float, more: float) -> Memory:
+        """At `moment`, with bytes that are `there` of the batch and of other micro batches, and
+        `more` to receive them."""
+        held, tokens = rank.held, self._working.tokens(x)
+        parameters, states = held.part, held.states_part
+        gradients, activations, logits, gathered, communication, temporary = (
+            at(size, tokens) for size in moment
+        )
+        apart, reserved, offloaded = Beside(), 0.0, 0.0
         if self.on_gpu:
-            apart = self._once(
-                (
-                    "beside",
-                    *_of_weights(x),
-                    x.activation_checkpointing == "offload",
-                    work.offloaded,
-                ),
-                partial(self._beside, x, held, work.offloaded),
-            )
+            apart = self._once(("beside", *_of_host(x), *rank.key), partial(self._beside, x, held))
+            offloaded = at(rank.offloaded, tokens)
             if x.offload_parameters != "none":
                 parameters = 0.0
             if x.offload_optimizer != "none" or x.optimizer_states == "paged_int8":
                 states = 0.0
-            reserved = kept_blocks(stage, at) + outside(x)
+            reached = Moment(gradients, activations + there, logits)
+            reserved = kept_blocks(rank.stage, reached, tokens) + outside(x)
         scales = held.scales_part if parameters else 0.0
         kinds = {
             "parameters": int(parameters - scales),
             "quantization": int(scales),
             "gradients": int(gradients),
             "optimizer": int(states),
-            "activations": int(at.activations + at.temporary),
-            "logits": int(at.logits),
-            "gathered": int(at.gathered),
-            "communication": int(at.communication),
+            "activations": int(activations + there + temporary),
+            "logits": int(logits),
+            "gathered": int(gathered),
+            "communication": int(communication + more),
             "reserved": int(reserved),
         }
         return Memory(
-            kinds, int(apart.host), int(apart.nvme), int(apart.loading), int(apart.loading_host),
-            int(apart.saving), int(apart.saving_host), self.source,
+            kinds, int(apart.host + offloaded), int(apart.nvme), int(apart.loading),
+            int(apart.loading_host), int(apart.saving), int(apart.saving_host), self.source,
         )  # fmt: skip
 
-    def _beside(self, x: Layout, held: Unit, offloaded: float) -> Beside:
-        largest = max((layer.numbers for layer in self._layers), default=0)
-        largest = max(largest, self.job.sizes.embedding)
-        return beside(x, held, largest / x.tensor, offloaded, self.job.sizes.parameters)
+    def _beside(self, x: Layout, held: Unit) -> Beside:
+        return beside(x, held, self._largest / x.tensor, self.job.sizes.parameters)
 
     def _once(self, key: Hashable, make: Callable[[], T]) -> T:
         found = self._known.get(key)
@@ -99,23 +141,30 @@ class MemoryModel:
             found = self._known[key] = make()
         return found
 
-    # stages
+    # ranks
 
-    def _stages(self, x: Layout) -> Iterator[tuple[Stage, Unit, Work]]:
+    def _ranks(self, x: Layout) -> tuple[Rank, ...]:
         """The ranks of the pipeline that may need most, with what lies there."""
-        of_weights, of_work = _of_weights(x), (x.pipeline, x.stages, *_of_layer(x))
-        tokens = TOKEN * x.micro_batch * x.accumulation * self.job.length
-        ranks = (0,) if x.pipeline == 1 else sorted({0, 1, x.pipeline - 1})
-        for rank in ranks:
-            held, parts = self._once(("weights", rank, of_weights), partial(self._lasting, x, rank))
-            work = self._once(("work", rank, of_work), partial(self._work, x, rank))
-            outputs = work.loss.outputs * x.accumulation if work.loss is not None else 0.0
-            stage = Stage(
-                work.layers, work.loss, parts, in_flight(x, rank), waiting(x, rank), rank == 0,
-                x.stages if x.pipeline > 1 else 0, outputs,
-                self._received(x, rank, work.layers.input) + parts.resident, tokens + work.shared,
-            )  # fmt: skip
-            yield stage, held, work
+        more = x.replicate > 1, x.accumulation > 1, self._working.chunks(x)
+        key = (*_of_ranks(x), *more)
+        found = self._known.get(key)
+        if found is None:
+            numbers = (0,) if x.pipeline == 1 else sorted({0, 1, x.pipeline - 1})
+            found = self._known[key] = tuple(self._rank(x, number) for number in numbers)
+        return found
+
+    def _rank(self, x: Layout, number: int) -> Rank:
+        of_weights = number, *of_lasting(x)
+        of_work = number, x.pipeline, x.stages, self._working.chunks(x), *self._working.of_layers(x)
+        held, parts = self._once(("weights", of_weights), partial(self._lasting, x, number))
+        work = self._once(("work", of_work), partial(self._work, x, number))
+        stage = Stage(work.layers, work.loss, parts, number == 0)
+        peaks = self._once(("peaks", parts, of_work), partial(_peaks, stage))
+        shared = self._once(("shared", _of_shared(x)), partial(self._working.shared, x))
+        return Rank(
+            number, held, stage, peaks, update(parts), stage.waits(x.stages), shared,
+            work.offloaded, of_weights,
+        )  # fmt: skip
 
     def _received(self, x: Layout, rank: int, size: float) -> float:
         """Buffers of `size` that a stage receives each micro batch's hidden states into, and
@@ -137,49 +186,38 @@ class MemoryModel:
 
     def _costs(self) -> list[float]:
         """As `rostra.parallel.pipeline_split.layer_costs` has them."""
-        costs = [6.0 * layer.numbers for layer in self._layers]
+        costs = [6.0 * self._kinds[kind].numbers for kind in self._layers]
         costs[-1] += 6.0 * self.job.sizes.embedding
         return costs
 
     def _lasting(self, x: Layout, rank: int) -> tuple[Unit, Parts]:
-        own = [self._layers[i] for i in self._split(x, rank)]
+        own = [self._kinds[self._layers[i]] for i in self._split(x, rank)]
         ends = rank == 0, rank == x.pipeline - 1
         return lasting(self.job, x, own, ends, self.conventions, self.on_gpu)
 
     def _work(self, x: Layout, rank: int) -> Work:
         mode, _, every = x.activation_checkpointing.partition(":")
+        found: dict[tuple[int, bool, bool], Profile] = {}
         profiles = []
         for index in self._split(x, rank):
-            layer = self._layers[index]
+            kind = self._layers[index]
             again = mode != "every" or index % int(every) == 0
-            first = index == 0 and x.adapter != "none"
-            profiles.append(
-                self._once(
-                    ("profile", layer, again, first, _of_layer(x)),
-                    partial(self._working.profile, x, layer, again, first),
-                )
-            )
+            key = kind, again, index == 0 and x.adapter != "none"
+            if key not in found:
+                found[key] = self._working.profile(x, self._kinds[kind], *key[1:])
+            profiles.append(found[key])
         return self._working.work(x, profiles, rank == x.pipeline - 1)
 
 
-def _in_order(job: Job) -> tuple[Layer, ...]:
-    """The layers of a model, those of several kinds spread evenly."""
-    placed = [((i + 0.5) / count, layer) for layer, count in job.sizes.layers for i in range(count)]
-    return tuple(layer for _, layer in sorted(placed, key=lambda x: x[0]))
+def _peaks(stage: Stage) -> tuple[tuple[float, float, Moment], ...]:
+    found = list(moments(stage))
+    totals = [complex(sum(moment)) for moment in found]
+    sized = [(total.real, total.imag, m) for total, m in zip(totals, found, strict=True)]
+    return tuple(highest_of(sized, totals))
 
 
-def _of_weights(x: Layout) -> tuple[Hashable, ...]:
-    """What decides where parameters, gradients and states lie."""
-    return (
-        x.pipeline, x.stages, x.tensor, x.context, x.shard, x.sharding, x.replicate > 1, x.compute,
-        x.reduction, x.quantization, x.adapter, x.optimizer_states, x.optimizer_in_backward,
-        x.accumulation > 1, x.engine, x.offload_parameters, x.offload_optimizer, x.compile,
-    )  # fmt: skip
-
-
-def _of_layer(x: Layout) -> tuple[Hashable, ...]:
-    """And what decides what a layer keeps of a micro batch."""
-    return (
-        x.micro_batch, x.tensor, x.context, x.context_method, x.activation_checkpointing, x.compute,
-        x.quantization, x.adapter, is_sharded(x), x.compile, is_collected(x), recasts(x),
-    )  # fmt: skip
+def _in_order(job: Job) -> tuple[int, ...]:
+    """The kinds of a model's layers by their number, in their order: several spread evenly."""
+    counts = [count for _, count in job.sizes.layers]
+    placed = [((i + 0.5) / count, kind) for kind, count in enumerate(counts) for i in range(count)]
+    return tuple(kind for _, kind in sorted(placed, key=lambda x: x[0]))

@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from rostra.plan.memory.growth import TOKENS
+
 Kernel = Literal["flash", "masked", "blocked", "eager", "ring"]
 ATTENTION = ("attn", "attention")  # in the names of its linears
 
@@ -47,9 +49,8 @@ class Adapted:
 class Setting:
     """What a layer runs under, on one rank."""
 
-    samples: int
-    positions: int  # of each, on this rank
-    length: int  # positions of a whole sample
+    length: int  # positions of a sample
+    context: int = 1  # ranks that split them
     tensor: int = 1  # ranks that split the matrices, and the positions between blocks
     stream: int = 4  # bytes of a number between layers
     product: int = 4  # and of what products take
@@ -63,7 +64,4 @@ class Setting:
     kernel: Kernel = "flash"
     wide_powers: bool = False  # autocast computes powers in float32, as on GPUs
     every_other: bool = False  # of products, every second is dear
-
-    @property
-    def tokens(self) -> int:
-        return self.samples * self.positions
+    tokens: complex = TOKENS

@@ -18,23 +18,22 @@ FLOAT = 4
 class Moment(NamedTuple):
     """Bytes that live at a moment beside what always does."""
 
-    gradients: float
-    activations: float
-    logits: float = 0.0
-    gathered: float = 0.0
-    communication: float = 0.0
-    temporary: float = 0.0  # of the optimizer's step
+    gradients: complex
+    activations: complex
+    logits: complex = 0.0
+    gathered: complex = 0.0
+    communication: complex = 0.0
+    temporary: complex = 0.0  # of the optimizer's step
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """A layer of a stage, as the backward pass comes to it."""
 
-    before: float  # bytes that the layers before it keep
-    casts: float  # and autocast has for them
-    forward: float  # the most within its forward pass
-    backward: float  # and in its backward pass, with what it keeps
-    gradients: float  # of parameters, within that
+    before: complex  # bytes that the layers before it keep
+    casts: complex  # and autocast has for them
+    forward: tuple[complex, ...]  # the most within its forward pass
+    backward: tuple[complex, ...]  # and in its backward pass, with what it keeps
+    gradients: complex  # of parameters, within that
     layers_after: int
     first: bool
     last: bool
@@ -44,31 +43,31 @@ class Place:
 class Layers:
     """The layers of a stage for one micro batch."""
 
-    kept: float
-    casts: float
-    input: float  # bytes that enter, or leave
-    whole: float  # of all positions, where ranks have slices of them between blocks
+    kept: complex
+    casts: complex
+    input: complex  # bytes that enter, or leave
+    whole: complex  # of all positions, where ranks have slices of them between blocks
     places: tuple[Place, ...]
     count: int
-    products: float = 0.0  # gradients from which those of weights are made
-    spare: float = 0.0  # that a layer's forward pass takes and gives back
+    products: complex = 0.0  # gradients from which those of weights are made
+    spare: tuple[complex, ...] = (0.0,)  # that a layer's forward pass takes and gives back
 
 
 @dataclass(frozen=True)
 class Loss:
     """Bytes of norm, head and loss (see `rostra.optim.losses.chunked_cross_entropy`)."""
 
-    kept: float = 0.0  # by the norm, for the backward pass
-    output: float = 0.0  # hidden states that the loss is of
-    logits: float = 0.0  # of a chunk, with what is made of them
-    gradients: float = 0.0  # of the hidden states and the head, found with the loss
-    copies: float = 0.0  # of the head's weight in 16 bits
-    product: float = 0.0  # a summand of the head's gradient, with the chunk's gradient
-    head: float = 0.0  # bytes of the gradient that the head's weight gets
-    norm: float = 0.0  # the most in the norm's backward pass
-    waits: float = 0.0  # between the passes, of what the loss found and the norm keeps
-    outputs: float = 0.0  # that a pipeline keeps of each micro batch
-    blocks: float = 0.0  # given back, too small for what comes after
+    kept: complex = 0.0  # by the norm, for the backward pass
+    output: complex = 0.0  # hidden states that the loss is of
+    logits: complex = 0.0  # of a chunk, with what is made of them
+    gradients: complex = 0.0  # of the hidden states and the head, found with the loss
+    copies: complex = 0.0  # of the head's weight in 16 bits
+    product: complex = 0.0  # a summand of the head's gradient, with the chunk's gradient
+    head: complex = 0.0  # bytes of the gradient that the head's weight gets
+    norm: tuple[complex, ...] = (0.0,)  # the most in the norm's backward pass
+    waits: complex = 0.0  # between the passes, of what the loss found and the norm keeps
+    outputs: complex = 0.0  # that a pipeline keeps of each micro batch
+    blocks: complex = 0.0  # given back, too small for what comes after
 
 
 @dataclass(frozen=True)
@@ -105,36 +104,33 @@ class Stage:
     layers: Layers
     loss: Loss | None
     parts: Parts
-    in_flight: float = 1.0  # micro batches whose activations are kept at once
-    late: float = 0.0  # and the gradients of weights still to come
     first: bool = True
-    stages: int = 0  # of a pipeline, on this rank
-    outputs: float = 0.0  # of all micro batches, that are kept to the end of the step
-    buffers: float = 0.0  # that hidden states are received into
-    batch: float = 0.0  # tokens and what else all layers share
+
+    def waits(self, stages: int) -> complex:
+        """Bytes of a micro batch between its passes, on a rank with so many stages."""
+        after = self.layers.input * stages if self.loss is None else self.loss.waits
+        return self.layers.kept + after
 
 
 def moments(stage: Stage) -> Iterator[Moment]:
-    """Where the peak can be."""
+    """Where the peak of the passes can be, of a micro batch alone. What else there is, of other
+    micro batches and to receive them, is there all the time."""
     p, layers, loss = stage.parts, stage.layers, stage.loss
-    each = layers.kept + (layers.input * stage.stages if loss is None else loss.waits)
-    fixed = stage.batch + (stage.in_flight - 1) * each + stage.late * layers.products
-    fixed += stage.outputs
     if loss is None:
-        grown = layers.kept + fixed + layers.casts + layers.input
-        yield Moment(p.standing, grown, 0.0, _ahead(p, layers), stage.buffers)
+        grown = layers.kept + layers.casts + layers.input
+        yield Moment(p.standing, grown, 0.0, _ahead(p, layers))
     else:
-        yield from _loss_moments(loss, stage, layers.kept + fixed)
+        yield from _loss_moments(loss, p, layers)
     head = p.standing + (0.0 if p.collected or loss is None else loss.head)
     for place in layers.places:
-        yield from _in_layer(place, stage, fixed, head)
-    yield from _at_embedding(stage, fixed)
-    yield Moment(
-        max(p.standing, p.gradients),
-        stage.batch,
-        communication=p.resident,
-        temporary=p.temporary,
-    )
+        yield from _in_layer(place, p, layers, head)
+    yield from _at_embedding(p, layers, stage.first)
+
+
+def update(p: Parts) -> Moment:
+    """The optimizer's step."""
+    most = max(p.standing, p.gradients)
+    return Moment(most, 0.0, communication=p.resident, temporary=p.temporary)
 
 
 def _ahead(p: Parts, layers: Layers) -> float:
@@ -142,42 +138,43 @@ def _ahead(p: Parts, layers: Layers) -> float:
     return p.around + p.layer * (1 if p.again else layers.count + 1) if layers.count else p.around
 
 
-def _loss_moments(loss: Loss, stage: Stage, kept: float) -> Iterator[Moment]:
+def _loss_moments(loss: Loss, p: Parts, layers: Layers) -> Iterator[Moment]:
     """Logits; their gradients handed back; and the norm's backward pass."""
-    p, layers, buffers = stage.parts, stage.layers, stage.buffers
-    later = buffers + p.backward
-    there = kept + layers.casts + layers.input + loss.kept + loss.output
-    logits = loss.gradients + loss.copies + max(loss.logits, loss.product)
+    there = layers.kept + layers.casts + layers.input + loss.kept + loss.output
     ahead = _ahead(p, layers)
-    yield Moment(p.standing, there, logits, ahead + p.held_last, buffers)
+    for most in (loss.logits, loss.product):
+        logits = loss.gradients + loss.copies + most
+        yield Moment(p.standing, there, logits, ahead + p.held_last)
     back = ahead if p.again else ahead - p.layer
-    taken = kept + layers.input + loss.kept
-    yield Moment(p.standing, taken, 2 * loss.gradients, back, later)
+    taken = layers.kept + layers.input + loss.kept
+    yield Moment(p.standing, taken, 2 * loss.gradients, back, p.backward)
     head = 0.0 if p.collected else loss.head
-    yield Moment(p.standing + head, kept + loss.norm, 0.0, back, later)
+    for most in loss.norm:
+        yield Moment(p.standing + head, layers.kept + most, 0.0, back, p.backward)
 
 
-def _in_layer(place: Place, stage: Stage, fixed: float, head: float) -> Iterator[Moment]:
+def _in_layer(place: Place, p: Parts, layers: Layers, head: complex) -> Iterator[Moment]:
     """Within a layer's forward and backward pass; and, sharded, where its gradients are on their
     way."""
-    p, layers, buffers = stage.parts, stage.layers, stage.buffers
     there = layers.count - place.layers_after if p.layer and not p.again else 1
-    forward = fixed + layers.whole + place.before + place.casts + place.forward
-    yield Moment(p.standing, forward, 0.0, p.around + (there + 1) * p.layer, buffers)
-    own = after = 0.0
+    before = layers.whole + place.before + place.casts
+    for most in place.forward:
+        yield Moment(p.standing, before + most, 0.0, p.around + (there + 1) * p.layer)
+    own: complex = 0.0
+    after = 0.0
     if not p.collected:
         own, after = place.gradients, place.layers_after * p.layer_gradients
     gradients, gathered = head + own + after, _gathered(p, layers, place)
-    buffers += p.backward
+    sent = p.backward
     if not place.last:  # by then a bucket is full, a layer's gradients on their way
-        buffers += p.buckets + (0.0 if p.stays else p.reduced_layer)
+        sent += p.buckets + (0.0 if p.stays else p.reduced_layer)
     grown = p.layer if p.stays else 0.0  # its gradients, before they are added
-    within = fixed + place.before + place.backward - own + grown
-    yield Moment(gradients, within, 0.0, gathered, buffers)
+    for most in place.backward:
+        yield Moment(gradients, place.before + most - own + grown, 0.0, gathered, sent)
     if p.layer:
-        sent = stage.buffers + p.reduced_layer + p.reduced_part
         left = gathered if p.stays else gathered - p.layer  # its parameters are given back first
-        yield Moment(gradients, fixed + place.before + layers.input, 0.0, left, sent)
+        sent = p.reduced_layer + p.reduced_part
+        yield Moment(gradients, place.before + layers.input, 0.0, left, sent)
 
 
 def _gathered(p: Parts, layers: Layers, place: Place) -> float:
@@ -189,20 +186,18 @@ def _gathered(p: Parts, layers: Layers, place: Place) -> float:
     return p.around + p.layer * count
 
 
-def _at_embedding(stage: Stage, fixed: float) -> Iterator[Moment]:
+def _at_embedding(p: Parts, layers: Layers, first: bool) -> Iterator[Moment]:
     """Where all gradients of layers are there, and that of the embedding comes."""
-    p, layers, buffers = stage.parts, stage.layers, stage.buffers + stage.parts.backward
     extra = p.embedding if p.tied or (p.collected and not p.layer) else 0.0
     if not p.layer:
-        grown = layers.input if stage.first else 0.0
-        yield Moment(
-            max(p.standing, p.gradients), fixed + grown + extra, communication=buffers + p.buckets
-        )
+        grown = layers.input if first else 0.0
+        gradients = max(p.standing, p.gradients)
+        yield Moment(gradients, grown + extra, communication=p.backward + p.buckets)
         return
     gradients = p.standing + layers.count * p.layer_gradients + p.around_gradients
     inside = layers.count * p.layer if p.stays else 0.0
-    there = fixed + layers.input + extra
-    yield Moment(gradients, there, 0.0, p.around + inside, buffers + p.reduced_layer)
-    yield Moment(gradients, fixed, 0.0, inside, buffers + p.reduced_around)
+    sent, around = p.backward + p.reduced_layer, p.backward + p.reduced_around
+    yield Moment(gradients, layers.input + extra, 0.0, p.around + inside, sent)
+    yield Moment(gradients, 0.0, 0.0, inside, around)
     if p.stays:
-        yield Moment(gradients, fixed, 0.0, p.around + inside, buffers + p.reduced_layer)
+        yield Moment(gradients, 0.0, 0.0, p.around + inside, sent)

@@ -4,6 +4,8 @@ Autograd keeps a tensor while an operation that comes later needs it, or one tha
 a gradient from the first operation that gives it to the one that takes it. A `Tape` is told
 the operations of a layer and what each saves, and finds the bytes between the two passes and at
 the peak of either, with any stretch of it computed again (Chen et al. 2016, arXiv:1604.06174).
+
+Sizes are those of `rostra.plan.memory.growth`: one tape tells of every micro batch.
 """
 
 from __future__ import annotations
@@ -12,12 +14,14 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from rostra.plan.memory.growth import highest
+
 
 @dataclass(eq=False)
 class Value:
     """A tensor: its bytes, and whether a gradient flows to it."""
 
-    size: float
+    size: complex
     flows: bool = True
     base: Value | None = None  # in whose memory it lies: a view
     weight: bool = False  # a parameter, whose own memory is counted elsewhere
@@ -37,8 +41,8 @@ class Step:
     output: Value
     saves: tuple[Value, ...]
     passes: tuple[Value, ...]
-    scratch: float  # bytes of temporary results backward
-    before: float  # and forward
+    scratch: complex  # bytes of temporary results backward
+    before: complex  # and forward
     dear: bool  # whose result is kept where cheap ones are computed again
     remade: tuple[Value, ...] = ()  # of what it saves, casts that the backward pass makes again
 
@@ -48,13 +52,13 @@ class Profile:
     """Bytes of a layer: each peak with all that lives of the layer then, its input and output
     (backward, their gradients) too."""
 
-    kept: float  # from one pass to the other, the layer's input among it
-    casts: float  # of parameters, that only autocast keeps, to the end of the forward pass
-    forward: float
-    backward: float
-    left: float  # gradients of parameters after the backward pass
-    copies: float  # of parameters in 16 bits, within what is kept
-    products: float  # gradients of what comes of parameters: products, and two norms
+    kept: complex  # from one pass to the other, the layer's input among it
+    casts: complex  # of parameters, that only autocast keeps, to the end of the forward pass
+    forward: tuple[complex, ...]  # the highest of these
+    backward: tuple[complex, ...]
+    left: complex  # gradients of parameters after the backward pass
+    copies: complex  # of parameters in 16 bits, within what is kept
+    products: complex  # gradients of what comes of parameters: products, and two norms
 
 
 @dataclass
@@ -66,11 +70,11 @@ class Tape:
     def run(
         self,
         *inputs: Value,
-        size: float,
+        size: complex,
         saves: Iterable[Value] = (),
         passes: Iterable[Value] = (),
-        scratch: float = 0.0,
-        before: float = 0.0,
+        scratch: complex = 0.0,
+        before: complex = 0.0,
         dear: bool = False,
         view: bool = False,
         cast: bool = False,
@@ -133,7 +137,8 @@ class _Live:
     """Memory that is held for reasons, each of which lets go of it once."""
 
     def __init__(self) -> None:
-        self.now = self.highest = 0.0
+        self.now: complex = 0.0
+        self.peaks: set[complex] = set()
         self.reasons: Counter[Value] = Counter()
 
     def hold(self, value: Value) -> None:
@@ -143,7 +148,7 @@ class _Live:
         self.reasons[owner] += 1
         if self.reasons[owner] == 1:
             self.now += owner.size
-            self.highest = max(self.highest, self.now)
+            self.peaks.add(self.now)
 
     def drop(self, value: Value) -> None:
         owner = value.owner
@@ -153,8 +158,8 @@ class _Live:
         if not self.reasons[owner]:
             self.now -= owner.size
 
-    def peek(self, more: float) -> None:
-        self.highest = max(self.highest, self.now + more)
+    def peek(self, more: complex) -> None:
+        self.peaks.add(self.now + more)
 
 
 class _Player:
@@ -167,18 +172,18 @@ class _Player:
         self.stretch = {i: stretch for stretch in again for i in stretch}
         self.live = _Live()
         self.gradients: dict[Value, Value] = {}  # and the memory that each lies in
-        self.left = 0.0
+        self.left: complex = 0.0
 
     def play(self, start: Value) -> Profile:
         live, end = self.live, self.steps[-1].output
         live.hold(start)
         casts = self._forward(range(len(self.steps)), saving=False)
-        forward, with_casts = live.highest, live.now
+        forward, with_casts = highest(live.peaks), live.now
         for value in casts:
             live.drop(value)
         without = live.now
         live.drop(end)
-        kept, live.highest = live.now, live.now
+        kept, live.peaks = live.now, {live.now}
         self._give(end, self._new(end.size))
         for index in reversed(range(len(self.steps))):
             stretch = self.stretch.get(index)
@@ -190,9 +195,10 @@ class _Player:
                 self._let_go(stretch)
         alone = with_casts - without
         copies, products = sum(v.size for v in casts) - alone, self._products(start)
-        return Profile(kept, alone, forward, live.highest, self.left, copies, products)
+        backward = highest(live.peaks)
+        return Profile(kept, alone, forward, backward, self.left, copies, products)
 
-    def _products(self, start: Value) -> float:
+    def _products(self, start: Value) -> complex:
         found = (s for s in self.steps if any(x.weight or x.cast for x in s.inputs))
         return sum(s.output.size for s in found if s.dear) + 2 * start.size
 
@@ -260,7 +266,7 @@ class _Player:
         for value, memory in new:
             self._give(value, memory)
 
-    def _new(self, size: float) -> Value:
+    def _new(self, size: complex) -> Value:
         memory = Value(size)
         self.live.hold(memory)
         return memory

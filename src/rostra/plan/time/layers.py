@@ -12,6 +12,7 @@ from rostra.parallel.activations import PARTS
 from rostra.plan.conventions import Conventions
 from rostra.plan.efficiency import Efficiency
 from rostra.plan.job import Job, Layer
+from rostra.plan.memory.growth import at
 from rostra.plan.memory.working import Working
 from rostra.plan.time.attention import AttentionTimes
 from rostra.plan.time.kernels import PRODUCTS, Kernels
@@ -130,7 +131,7 @@ class LayerTimes:
         saved = 0.0
         if layout.activation_checkpointing == "offload":
             kept = self._working.profile(layout, layer, again=True, first=False)
-            saved = kept.kept - kept.copies
+            saved = at(kept.kept - kept.copies, self._working.tokens(layout))
         return Micro(forward, backward, again, Pass(), weights, scores[0], saved)
 
     def _products(
