@@ -4,6 +4,7 @@ The terminal and the page say the same."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from rich.filesize import decimal
 
@@ -103,6 +104,8 @@ def headline(plan: Plan) -> list[str]:
     measured = ", as measured here" if cluster.calibrated else ""
     tokens = "" if job.tokens is None else f", {job.tokens:,} tokens in all"
     name = job.config.model.pretrained or job.config.model.preset or job.sizes.family
+    if name.startswith(("/", ".", "~")):  # a folder
+        name = Path(name).name or name
     return [
         f"{name} on {cluster.name or cluster.device.name}",
         f"{job.sizes.parameters:,} parameters, {cluster.devices} x {cluster.device.name} of "
