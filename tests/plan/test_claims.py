@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from rostra.cli import app
 from rostra.errors import NoLayoutFits
 
-PAGE = Path(__file__).parents[2] / "docs" / "claims.md"
+REPOSITORY = Path(__file__).parents[2]
+PAGE = REPOSITORY / "docs" / "claims.md"
 SECTIONS = PAGE.read_text().split("\n## ")[1:]
 COMMANDS = [
     (section, line.strip())
@@ -25,7 +26,10 @@ COMMANDS = [
 
 @pytest.mark.soak  # more than a minute
 @pytest.mark.parametrize(("section", "command"), COMMANDS, ids=[c for _, c in COMMANDS])
-def test_a_claim_is_answered_as_the_page_says(section: str, command: str) -> None:
+def test_a_claim_is_answered_as_the_page_says(
+    section: str, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
     done = CliRunner().invoke(app, [*shlex.split(command)[1:], "--no-trace", "--json"])
     found = json.loads(done.stdout)
     if found["feasible"]:
