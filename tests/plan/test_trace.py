@@ -114,28 +114,51 @@ def of(layout: Layout, shape: PretrainedConfig, cluster: Cluster | None = None) 
     return traced(job_of(config_of(layout), shape), layout, cluster or this_cluster())
 
 
-DEEP: dict[str, dict[str, Any]] = {
-    "one process": {"accumulation": 4},
-    "every third": {"activation_checkpointing": "every:3"},
-    "full_shard": {
-        "shard": 8, "sharding": "full_shard", "accumulation": 2,
-        "activation_checkpointing": "full",
-    },
-    "gpipe": {**PIPELINE, "pipeline_schedule": "gpipe", "accumulation": 9},
-    "1f1b": PIPELINE,
+DEEP: dict[str, tuple[int, dict[str, Any]]] = {
+    "one process": (11, {"accumulation": 4}),
+    "every third": (11, {"activation_checkpointing": "every:3"}),
+    "full_shard": (
+        11,
+        {
+            "shard": 8, "sharding": "full_shard", "accumulation": 2,
+            "activation_checkpointing": "full",
+        },
+    ),
+    "1f1b": (19, PIPELINE),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", DEEP)
 def test_small_depths_tell_of_large_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    layout, layers = layout_of(**DEEP[name]), {"gpipe": 4, "1f1b": 18}.get(name, 11)
-    small = of(layout, shape_of(layers))
+    layers, values = DEEP[name]
+    small = of(layout_of(**values), shape_of(layers))
     monkeypatch.setattr(trace, "WHOLE", 100)
-    whole = of(layout, shape_of(layers))
+    whole = of(layout_of(**values), shape_of(layers))
     assert small.live == pytest.approx(whole.live, rel=1e-3)
     assert {k: size for k, size in small.kinds.items() if size} == pytest.approx(
         {k: size for k, size in whole.kinds.items() if size}, rel=0.02
     )
+
+
+# Of each schedule, stages of several sizes, and more micro batches than are traced.
+STAGED: dict[str, dict[str, Any]] = {
+    "gpipe": {"pipeline_schedule": "gpipe", "accumulation": 9},
+    "1f1b": {"accumulation": 7, "shard": 2, "sharding": "full_shard", "compute": "bf16"},
+    "interleaved_1f1b": {
+        "pipeline_schedule": "interleaved_1f1b", "stages": 2, "accumulation": 8,
+    },
+    "zero_bubble": {"pipeline_schedule": "zero_bubble", "stages": 2, "accumulation": 8},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STAGED)
+def test_a_few_micro_batches_tell_of_a_schedule(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, shape = layout_of(**PIPELINE | {"pipeline": 4} | STAGED[name]), shape_of(9)
+    small = of(layout, shape)
+    # all ranks and micro batches, in the order in which the engine has them
+    monkeypatch.setattr(trace._Trace, "smaller", lambda one: (one.layout, one.place))
+    monkeypatch.setattr(trace, "replayed", lambda seen, _: seen)
+    assert small.live == pytest.approx(of(layout, shape).live, rel=3e-3)
 
 
 def test_a_gpu_holds_the_batch_too() -> None:

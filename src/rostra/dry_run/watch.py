@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -36,12 +36,14 @@ class Watch(TorchDispatchMode):
     `calls` counts collectives by kind. A fake tensor has no value to be read: a number is 1, so
     that losses and norms are finite, and a condition is true. With several stages on a rank, the
     schedule waits at its end for what was sent, which lives on until then: it is in `sent`.
+    `hears` is called with the name of each `torch.profiler.record_function` that begins.
     """
 
     def __init__(self, keeps_sent: bool = False) -> None:
         super().__init__()
         self.keeps_sent = keeps_sent
         self.sent: list[Any] = []
+        self.hears: Callable[[str], None] | None = None
         self.calls: Counter[str] = Counter()
         self.changes: list[tuple[int, int]] = []
         self.roles: dict[int, str] = {}
@@ -58,6 +60,8 @@ class Watch(TorchDispatchMode):
             with suppress(DataDependentOutputException):  # of what has a value
                 return function(*args)
             return 1.0 if args[0].is_floating_point() else 1
+        if self.hears and function is torch.ops.profiler._record_function_enter_new.default:
+            self.hears(args[0])
         result = function(*args, **(kwargs or {}))
         name = function.overloadpacket.__name__
         if function.namespace in ("c10d", "_c10d_functional"):
@@ -74,6 +78,10 @@ class Watch(TorchDispatchMode):
         self._look(everywhere=self._now > self._highest or function.namespace in ("c10d", "fsdp"))
         self._highest = max(self._highest, self._now)
         return result
+
+    def look(self) -> None:
+        """See now what was given back."""
+        self._look(everywhere=True)
 
     def _look(self, everywhere: bool) -> None:
         """FSDP gives back what it has gathered by resizing it to nothing, which no operation

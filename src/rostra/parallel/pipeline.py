@@ -135,14 +135,7 @@ class Pipeline:
         if self._made is None or self._made[:2] != (count, shape):
             self._made = None  # its buffers go before new ones come
             stages: list[Any] = [self._stage(index, shape) for index in range(len(self.stages))]
-            # Stages return their loss: the schedule's loss function only passes it on.
-            options: dict[str, Any] = {"loss_fn": lambda loss, _: loss, "scale_grads": False}
-            name = self.layout.pipeline_schedule
-            if name in SINGLE:
-                schedule: Any = SINGLE[name](stages[0], count, **options)
-            else:
-                schedule = SEVERAL[name](stages, count, **options)
-            self._made = (count, shape, schedule)
+            self._made = (count, shape, _schedule(self.layout, stages, count))
         return self._made[2]
 
     def _stage(self, index: int, shape: torch.Size) -> PipelineStage:
@@ -191,6 +184,35 @@ class Pipeline:
                 if not stage.last:
                     dist.send(output, group=self.group, group_dst=ahead)
         reshard(self.stages)
+
+
+def _schedule(layout: Layout, stages: Sequence[PipelineStage], micro_batches: int) -> Any:
+    # Stages return their loss: the schedule's loss function only passes it on.
+    options: dict[str, Any] = {"loss_fn": lambda loss, _: loss, "scale_grads": False}
+    name = layout.pipeline_schedule
+    if name in SINGLE:
+        return SINGLE[name](stages[0], micro_batches, **options)
+    return SEVERAL[name](list(stages), micro_batches, **options)
+
+
+def actions(layout: Layout, rank: int) -> list[tuple[str, int]]:
+    """What rank `rank` of a pipeline does in a step, in this order: F, B (or I for inputs and W
+    for weights), with several stages also exchanges, as torch.distributed.pipelining names them;
+    and for which of its stages. In the process group of a pipeline's ranks, which may be fake."""
+    count = layout.pipeline * layout.stages
+    example = torch.empty((), device="meta")
+    stages = [
+        PipelineStage(
+            nn.Identity(), place, count, torch.device("cpu"),
+            input_args=(example,), output_args=(example,),
+        )
+        for place in range(rank, count, layout.pipeline)
+    ]  # fmt: skip
+    schedule = _schedule(layout, stages, layout.accumulation)
+    several = layout.pipeline_schedule in SEVERAL
+    order = schedule.pipeline_order_with_comms if several else schedule.pipeline_order
+    found = [x for x in order[rank] if x is not None and (several or x.is_compute_op)]
+    return [(x.computation_type.value, x.stage_index // layout.pipeline) for x in found]
 
 
 def sum_tied_gradients(

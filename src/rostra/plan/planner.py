@@ -187,7 +187,7 @@ def _choose(plan: Plan, trace: bool) -> tuple[Candidate, Entry] | None:
             return None
         candidate = plan.candidate(entry)
         best = min(left, key=lambda x: (x.by(plan.goal), simplicity(x.layout)))
-        if not trace or traces == _TRACES or not _traceable(entry.layout):
+        if not trace or traces == _TRACES:
             return candidate, best
         memory = _traced(plan.jobs[entry.variant], entry.layout, plan.cluster, candidate.memory)
         if not plan.room.shortage(memory, entry.ranks):
@@ -195,14 +195,6 @@ def _choose(plan: Plan, trace: bool) -> tuple[Candidate, Entry] | None:
         # the formulas gave so many bytes for what does not fit
         left = {x for x in left if x.peak < entry.peak}
     return None
-
-
-def _traceable(layout: Layout) -> bool:
-    """Whether a trace takes seconds and sees everything: stages are run one by one, and what
-    waits on the host is not told apart from what is on the device."""
-    mode = layout.activation_checkpointing
-    host = {layout.offload_parameters, layout.offload_optimizer} != {"none"}
-    return layout.pipeline == 1 and not host and mode != "offload"
 
 
 def _traced(job: Job, layout: Layout, cluster: Cluster, formula: Memory) -> Memory:

@@ -1,9 +1,8 @@
-"""Memory by trace: the engine that would train, run for two steps on fake tensors.
+"""Memory by trace: the engine that would train, run for a step on fake tensors.
 
-A step is whole, as training takes it: all micro batches by the real schedule, the norm of the
-gradients, the optimizer. The first brings the states into being; over the second every block of
-memory is followed. Of a deep model two small depths are traced, and of many micro batches two
-small numbers: see `rostra.plan.places`.
+A step is whole, as training takes it: micro batches by the real schedule, the norm of the
+gradients, the optimizer. Every block of memory is followed. Of a deep model two small depths are
+traced, of a pipeline a shorter one, and of many micro batches a few: see `rostra.plan.places`.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import combinations
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -19,18 +19,20 @@ from transformers import PretrainedConfig
 
 from rostra.adapt.quantized import QuantizedLinear
 from rostra.batch import Batch
-from rostra.dry_run import Watch, fake_rank
+from rostra.dry_run import Watch, fake_group, fake_rank
 from rostra.hardware.cluster import Cluster
 from rostra.layout import Layout
 from rostra.models.weights import model_on_meta
 from rostra.parallel import Engine
+from rostra.parallel.pipeline import actions
 from rostra.parallel.pipeline_split import balance, layer_costs
 from rostra.plan.job import Job
 from rostra.plan.memory import MemoryModel
-from rostra.plan.places import Marks, Profile, extended, peak, profile
+from rostra.plan.places import Bytes, Marks, Span, extended, peak, replayed, spans
 from rostra.plan.results import Memory
 
-WHOLE = 8  # layers of a rank, and micro batches, up to which all are traced
+WHOLE = 8  # layers of a stage up to which all are traced
+FEWEST = 2  # of those that tell of more
 INPUTS = 3 * 8  # bytes of a position: its token, its label, where it is in its document
 
 
@@ -38,17 +40,18 @@ def traced(job: Job, layout: Layout, cluster: Cluster) -> Memory:
     """Memory over a step of the rank that needs most, and its source `trace`.
 
     Nothing is told of the host, of loading and of saving, nor of what a device keeps beside
-    tensors. fp8 is taken as bf16. What a compiler keeps no trace sees: for a compiled layout the
-    answer is that of the closed formulas, with their source.
+    tensors. fp8 is taken as bf16. What a compiler keeps no trace sees, nor when a GPU fetches
+    activations from the host: of such a layout the answer is that of the closed formulas, with
+    their source.
 
     Raises RequestError for what cannot be trained, as `rostra.dry_run` does.
     """
-    if layout.compile:
-        return MemoryModel(job, cluster)(layout)
     gpu = cluster.device.kind == "gpu"
+    if layout.compile or (gpu and layout.activation_checkpointing == "offload"):
+        return MemoryModel(job, cluster)(layout)
     job = replace(job, shape=_in_kernel(job.shape)) if gpu else job
     places = _Parts(job.shape, layout).places()
-    found = [peak(_Trace(job, layout, place, gpu).profile()) for place in places]
+    found = [_Trace(job, layout, place, gpu).peak() for place in places]
     kinds = max(found, key=lambda kinds: sum(kinds.values()))
     return Memory(kinds, source="trace")
 
@@ -89,7 +92,7 @@ class _Parts:
         return costs[0], costs[1] - costs[0]
 
     def own(self, depth: int, place: int) -> list[int]:
-        """Layers in each stage of the ranks at `place` in the pipeline, of `depth` in all."""
+        """Layers in each stage of the rank at `place` in the pipeline, of `depth` in all."""
         ranks, stages = self.layout.pipeline, self.layout.stages
         if ranks == 1:
             return [depth]
@@ -99,30 +102,50 @@ class _Parts:
 
     def places(self) -> Iterator[int]:
         """Those in the pipeline that may need most: of equal stages the first, which waits
-        longest for its backward passes."""
-        known = set()
+        longest for its backward passes. One between the ends waits for a micro batch less than
+        the first, of which every layer keeps its input, but receives each from both sides."""
+        known, first = set(), self.own(self.depth, 0)
         for place in range(self.layout.pipeline):
-            last = place == self.layout.pipeline - 1
-            kind = (tuple(self.own(self.depth, place)), place == 0, last)
-            if kind not in known:
+            own, last = self.own(self.depth, place), place == self.layout.pipeline - 1
+            fewer = all(a <= b for a, b in zip(own, first, strict=True))
+            buffers = self.layout.accumulation * self.layout.tensor
+            less = place and not last and fewer and buffers <= sum(own)
+            kind = (tuple(own), place == 0, last)
+            if kind not in known and not less:
                 yield place
             known.add(kind)
 
-    def depths(self, place: int, wanted: list[int]) -> tuple[list[int], float]:
-        """Depths of which one or two are traced for a rank at `place` that has `wanted` layers,
-        and how often the growth from the first to the second is added to the first."""
-        if sum(wanted) > WHOLE and self.layout.pipeline == 1:
-            first = next(n for n in range(3, 3 + self.period) if (wanted[0] - n) % self.period == 0)
-            if first + self.period < wanted[0]:
-                return [first, first + self.period], (wanted[0] - first) / self.period
-        if self.layout.pipeline == 1:
-            return [self.depth], 0
-        ranks = self.layout.pipeline * self.layout.stages
-        possible = range(ranks, self.depth + 1)
-        if sum(wanted) > WHOLE and self.period == self.layout.stages == 1:
-            small = [next(n for n in possible if self.own(n, place) == [few]) for few in (3, 4)]
-            return small, wanted[0] - 3
-        return [min(possible, key=lambda n: abs(sum(self.own(n, place)) - sum(wanted)))], 0
+    def depths(self, place: int, wanted: list[int]) -> tuple[list[int], list[float]]:
+        """One or two depths that tell of a rank at `place` with `wanted` layers in its stages;
+        of two, how often the growth from the first to the second is added to the first, for
+        each stage and for all together."""
+        known = self._small(place, wanted)
+        if max(wanted) <= WHOLE:
+            for depth, own in known:
+                if own == wanted:
+                    return [depth], []
+        for (one, small), (two, large) in combinations(known, 2):
+            grown = [b - a for a, b in zip(small, large, strict=True)]
+            missing = [w - a for a, w in zip(small, wanted, strict=True)]
+            if all(map(self._tells, small, large, wanted)):
+                times = [m / g if m else 0.0 for m, g in zip(missing, grown, strict=True)]
+                return [one, two], [*times, sum(missing) / sum(grown)]
+        return [next(depth for depth, own in reversed(known) if sum(own) <= sum(wanted))], []
+
+    def _small(self, place: int, wanted: list[int]) -> list[tuple[int, list[int]]]:
+        """Depths up to one that gives a rank as many layers as `wanted`, with what it gets."""
+        found = []
+        most = self.depth + (2 * WHOLE if self.period == 1 else 0)
+        for depth in range(self.layout.pipeline * self.layout.stages, most + 1):
+            found.append((depth, self.own(depth, place)))
+            if min(found[-1][1]) > min(max(wanted), WHOLE + 2 * self.period):
+                break
+        return found
+
+    def _tells(self, small: int, large: int, wanted: int) -> bool:
+        """Whether stages of two sizes tell of a third."""
+        alike = (wanted - small) % self.period == 0 and (large - small) % self.period == 0
+        return small == wanted or (FEWEST <= small < min(large, wanted) and alike)
 
 
 @dataclass(frozen=True)
@@ -134,49 +157,36 @@ class _Trace:
     place: int
     gpu: bool
 
-    def profile(self) -> Profile:
+    def peak(self) -> Bytes:
         """With all micro batches of the layout, which are traced as fewer."""
-        traced, times = self._smaller()
-        found, *larger = (self._deep(*each) for each in traced)
-        counted = traced[0][0].accumulation
-        if larger:
-            found = extended(found, larger[0], times)
-            counted += round(times * (traced[1][0].accumulation - counted))
+        x, few, place = self.layout, *self.smaller()
+        seen = self._deep(few, place)
+        if x.pipeline > 1:
+            line = replace(x, replicate=1, shard=1, context=1, tensor=1)
+            with fake_group(self.place, line):
+                seen = replayed(seen, actions(line, self.place))
+        found = peak(seen)
         # what is cut into micro batches: on a GPU it is brought there, in a pipeline put together
-        uncounted = self.layout.accumulation - counted if self.layout.pipeline > 1 else 0
-        rows = uncounted + self.gpu * self.layout.accumulation
-        inputs = INPUTS * rows * self.layout.micro_batch * self.job.length
-        away = dict.fromkeys(_away(self.layout), 0) if self.gpu else {}
-        return {
-            at: kinds | {"activations": kinds["activations"] + inputs} | away
-            for at, kinds in found.items()
-        }
+        more = x.accumulation - few.accumulation
+        rows = (more if x.pipeline > 1 else 0) + self.gpu * x.accumulation
+        found["activations"] += INPUTS * rows * x.micro_batch * self.job.length
+        if self.gpu and x.pipeline > 1:  # there is a buffer for what each of them receives
+            found["communication"] += more * seen[0].before["communication"] // few.accumulation
+        return found | (dict.fromkeys(_away(x), 0) if self.gpu else {})
 
-    def _smaller(self) -> tuple[list[tuple[Layout, int]], float]:
-        """A layout with fewer micro batches that needs as much, and the place in its pipeline; or
-        two, and how often the growth from one to the other is added."""
-        x, ranks, place = self.layout, self.layout.pipeline, self.place
-        count = x.accumulation
-
-        def of(*numbers: int) -> list[tuple[Layout, int]]:
-            return [(replace(x, accumulation=min(n, count)), place) for n in numbers]
-
+    def smaller(self) -> tuple[Layout, int]:
+        """A layout that has all kinds of actions of the rank, one after each other that it may
+        come after, and the place in its pipeline."""
+        x, ranks = self.layout, self.layout.pipeline
         if ranks == 1:
-            return of(2), 0  # a third is as the second
-        if x.pipeline_schedule == "gpipe":
-            return (of(2, 3), count - 2) if count > WHOLE else (of(count), 0)
-        if x.pipeline_schedule != "1f1b":  # what is sent is kept to the end
-            some = count > 3 * ranks
-            return (of(2 * ranks, 3 * ranks), count / ranks - 2) if some else (of(count), 0)
-        if ranks <= 4:
-            return of(ranks + 1), 0
-        if place == ranks - 1:
-            return [(replace(x, pipeline=2, accumulation=3), 1)], 0
-        at = min(place, 1)  # all in the middle are alike, but for how many micro batches wait
-        shorter = [(replace(x, pipeline=n + at, accumulation=n + at + 1), at) for n in (2, 3)]
-        return shorter, ranks - place - 2
+            return replace(x, accumulation=min(x.accumulation, 2)), 0  # a third is as the second
+        few = min(ranks, 4 if self.place else 3)
+        place = self.place if few == ranks else min(self.place, 1)
+        if self.place == ranks - 1:
+            few, place = 2, 1
+        return replace(x, pipeline=few, accumulation=min(x.accumulation, few + 1)), place
 
-    def _deep(self, layout: Layout, place: int) -> Profile:
+    def _deep(self, layout: Layout, place: int) -> list[Span]:
         """With as many layers as the rank has, which are traced as fewer."""
         parts = _Parts(self.job.shape, self.layout)
         wanted = parts.own(parts.depth, self.place)
@@ -184,18 +194,19 @@ class _Trace:
         found = [self._run(with_depth(self.job.shape, n), layout, place) for n in depths]
         return found[0] if len(found) == 1 else extended(found[0], found[1], times)
 
-    def _run(self, shape: PretrainedConfig, layout: Layout, place: int) -> Profile:
+    def _run(self, shape: PretrainedConfig, layout: Layout, place: int) -> list[Span]:
         size = layout.micro_batch * layout.accumulation * layout.data
         train = self.job.config.train.model_copy(update={"global_batch_size": size})
         config = self.job.config.model_copy(update={"train": train})
         rank = place * (layout.world_size // layout.pipeline)
         with fake_rank(config, layout, shape, rank) as (engine, watch):
-            marks, batch = Marks(engine, watch), _batch(layout, self.job.length)
-            _step(engine, batch, marks)
-            begun, before = len(watch.changes), _held(engine, watch)
-            summed = _step(engine, batch, marks)
-            kind_of = before | summed | _held(engine, watch)
-            return profile(marks, begun, kind_of, all_live=self.gpu)
+            batch = _batch(layout, self.job.length)
+            if layout.engine == "deepspeed":  # a first step of it differs
+                _step(engine, batch, Marks(engine, watch))
+            marks = Marks(engine, watch)
+            kind_of = _step(engine, batch, marks) | _held(engine, watch)
+            given = watch.blocks(batch.tensors().values())
+            return spans(marks, {**kind_of, **dict.fromkeys(given, "")}, others=self.gpu)
 
 
 def _away(layout: Layout) -> Iterator[str]:
@@ -225,12 +236,13 @@ def _batch(layout: Layout, length: int) -> Batch:
 
 def _step(engine: Engine, batch: Batch, marks: Marks) -> dict[int, str]:
     """The kinds of the blocks of all gradients."""
+    marks.does("begin")
     engine.forward_backward(batch)
     marks.watch.sent.clear()
     summed = _held(engine, marks.watch)
-    marks.note("norm")
+    marks.does("norm")
     engine.gradient_norm()
-    marks.note("update")
+    marks.does("update")
     engine.step(True)
     return summed
 
