@@ -24,6 +24,7 @@ from rostra.train.choose import POSITIONS
 from rostra.train.planned import Start, plan_run
 from support import Done, refused, rostra
 
+ROOT = Path(__file__).parents[2]
 NOWHERE = {"parameters": "none", "optimizer": "none"}
 Tiny = Callable[..., dict[str, Any]]
 
@@ -153,6 +154,8 @@ def test_wrong_requests_name_the_nearest() -> None:
     refused(rostra("plan", *model, "--hardware", "L4", "--goal", "best"), "fewest")
     refused(rostra("plan", *model, "--hardware", "L4", "--length", "4096"), "at most 1024")
     refused(rostra("plan"), "--model NAME")
+    scratch = ROOT / "examples" / "quickstart.yaml"
+    refused(rostra("plan", scratch, "--hardware", "L4", "--method", "lora"), "model.pretrained")
 
 
 def test_a_config_keeps_what_it_says(tiny: Tiny, tmp_path: Path) -> None:

@@ -69,9 +69,15 @@ class Request:
 
 
 def with_method(config: Config, method: Method | None) -> Config:
-    """`config` with the adapter and quantisation of a method; those of its own kind it keeps."""
+    """`config` with the adapter and quantisation of a method; those of its own kind it keeps.
+    Raises RequestError for an adapter beside a model that has learned nothing."""
     if method is None:
         return config
+    if method != "full" and config.model.pretrained is None:
+        raise RequestError(
+            f"--method {method}: adapters train beside a model that has learned already; give "
+            "model.pretrained or --model, or --method full"
+        )
     adapter, quantized = config.adapter, config.quantization
     if method == "full":
         adapter = AdapterTable()

@@ -128,8 +128,8 @@ def counts(plan: Plan) -> str:
 def _choice(plan: Plan) -> str:
     """What the chosen layout is among those that fit, and which it is preferred to."""
     assert plan.chosen is not None
-    named = {"fastest": "the fastest", "cheapest": "the cheapest", "fewest": "on fewest devices"}
-    goal = named[plan.goal]
+    named = {"fastest": "fastest", "cheapest": "cheapest", "fewest": "one on the fewest devices"}
+    goal = f"the {named[plan.goal]}"
     if (best := plan.narrowly) is None:
         return goal
     devices = plan.chosen.layout.world_size, best.layout.world_size
