@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from rostra.layout import SHARDED, Layout
@@ -56,14 +56,30 @@ def of_lasting(x: Layout) -> tuple[Hashable, ...]:
     return (*_fields(x), x.shard * x.context, x.world_size > 1, x.accumulation > 1)
 
 
-def lasting(
-    job: Job,
-    x: Layout,
-    own: Sequence[Layer],
-    ends: tuple[bool, bool],
-    way: Conventions,
-    on_gpu: bool,
-) -> tuple[Unit, Parts]:
+@dataclass(frozen=True)
+class Units:
+    """The matrices of a rank, whatever trains them."""
+
+    everything: Unit
+    layer: Unit  # the largest
+    around: Unit  # what is gathered beside it
+    embedding: Unit
+    under_way: float = 0.0  # numbers of two buckets, where every rank has all gradients
+
+
+_unit_fields = attrgetter(
+    "pipeline", "stages", "tensor", "compute", "quantization", "adapter", "optimizer_states"
+)
+
+
+def of_units(x: Layout) -> tuple[Hashable, ...]:
+    """What of a layout `units` depends on."""
+    return (*_unit_fields(x), x.shard * x.context if is_sharded(x) else 0)
+
+
+def units(
+    job: Job, x: Layout, own: Sequence[Layer], ends: tuple[bool, bool], way: Conventions
+) -> Units:
     """Of a rank with the layers `own`, and of embedding and head what the first and the last of
     the pipeline have; whether it is these are its `ends`."""
     first, last = ends
@@ -90,18 +106,25 @@ def lasting(
     apart = sharded and weights.frozen and not tied and not embedding.trained
     around = (Unit() if apart else embedding) + head + after
     layer = max(per_layer.values(), key=lambda u: u.gathered, default=Unit())
-    if x.engine == "deepspeed":
-        made = deepspeed.parts(x, everything, layer, embedding, job.sizes.parameters, on_gpu)
-        return deepspeed.held(x, everything), replace(made, tied=tied)
     if sharded:
-        parts = _sharded(x, everything, layer, around, embedding, way, on_gpu)
-    else:
-        matrices = [*weights.embedding()] * first
-        matrices += [m for layer_ in own for m in weights.layer(layer_)]
-        matrices += [*weights.after(), *(weights.head() if has_head else [])] * last
-        parts = _whole(x, everything, layer, embedding, matrices)
-    update = update_bytes(job.config.optimizer.name, x, everything, on_gpu)
-    return held(x, everything), replace(parts, temporary=update, tied=tied)
+        return Units(everything, layer, around, embedding)
+    matrices = [*weights.embedding()] * first
+    matrices += [m for layer_ in own for m in weights.layer(layer_)]
+    matrices += [*weights.after(), *(weights.head() if has_head else [])] * last
+    return Units(everything, layer, around, embedding, under_way(matrices, x.tensor))
+
+
+def lasting(job: Job, x: Layout, of: Units, way: Conventions, on_gpu: bool) -> tuple[Unit, Parts]:
+    """What lies on a rank that has the matrices `of`, and how it moves."""
+    tied = job.sizes.tied
+    if x.engine == "deepspeed":
+        made = deepspeed.parts(
+            x, of.everything, of.layer, of.embedding, job.sizes.parameters, on_gpu
+        )
+        return deepspeed.held(x, of.everything), replace(made, tied=tied)
+    parts = _sharded(x, of, way, on_gpu) if is_sharded(x) else _whole(x, of)
+    update = update_bytes(job.config.optimizer.name, x, of.everything, on_gpu)
+    return held(x, of.everything), replace(parts, temporary=update, tied=tied)
 
 
 def held(x: Layout, all_: Unit) -> Unit:
@@ -115,36 +138,27 @@ def held(x: Layout, all_: Unit) -> Unit:
     return replace(all_, part=part, states_part=(all_.states_part + masters) / parts)
 
 
-def _whole(
-    x: Layout, all_: Unit, layer: Unit, embedding: Unit, matrices: Sequence[Matrix]
-) -> Parts:
+def _whole(x: Layout, of: Units) -> Parts:
     """The whole model on every rank: gradients lie in buckets, all through the step."""
     grid = x.world_size > 1
-    gradients = 0.0 if x.optimizer_in_backward else FLOAT * all_.trained_part
+    gradients = 0.0 if x.optimizer_in_backward else FLOAT * of.everything.trained_part
     sent = grid and (x.reduction != "fp32" or x.sharding == "zero1")
     return Parts(
         is_collected(x),
         gradients if grid or x.accumulation > 1 else 0.0,
         gradients,
-        FLOAT * layer.trained_part,
-        FLOAT * embedding.trained,
-        buckets=REDUCED[x.reduction] * under_way(matrices, x.tensor) if sent else 0.0,
+        FLOAT * of.layer.trained_part,
+        FLOAT * of.embedding.trained,
+        buckets=REDUCED[x.reduction] * of.under_way if sent else 0.0,
     )
 
 
-def _sharded(
-    x: Layout,
-    all_: Unit,
-    layer: Unit,
-    around: Unit,
-    embedding: Unit,
-    way: Conventions,
-    on_gpu: bool,
-) -> Parts:
+def _sharded(x: Layout, of: Units, way: Conventions, on_gpu: bool) -> Parts:
     """Parts of everything on every rank, and the whole of a layer while it computes (Zhao et al.
     2023, arXiv:2304.11277). In a pipeline gradients stay whole until all micro batches are
     through. Where parameters are on the host, FSDP2 sends each layer's gradients there, too, as
     soon as they are reduced (`foreach_reduce`)."""
+    all_, layer, around = of.everything, of.layer, of.around
     reduced, staged = REDUCED[x.reduction], x.pipeline > 1
     away = on_gpu and x.offload_parameters != "none"
     gradients = 0.0 if away else FLOAT * all_.trained_part
@@ -157,7 +171,7 @@ def _sharded(
         standing,
         max(gradients, standing),
         0.0 if standing or away else FLOAT * layer.trained_part,
-        each * embedding.trained,
+        each * of.embedding.trained,
         layer=layer.gathered,
         around=around.gathered,
         again=x.sharding != "shard_grad_op" and not (staged and way.holds_layers),

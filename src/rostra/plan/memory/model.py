@@ -17,7 +17,7 @@ from rostra.plan.job import Job
 from rostra.plan.memory.allocator import kept_blocks, outside
 from rostra.plan.memory.growth import at, highest_of
 from rostra.plan.memory.host import Beside, beside
-from rostra.plan.memory.lasting import lasting, of_lasting
+from rostra.plan.memory.lasting import lasting, of_lasting, of_units, units
 from rostra.plan.memory.pipeline import in_flight, waiting
 from rostra.plan.memory.setting import STYLES
 from rostra.plan.memory.step import Moment, Parts, Stage, moments, update
@@ -35,6 +35,7 @@ _of_ranks = attrgetter(
     "pipeline", "stages", "tensor", "context", "shard", "sharding", "compute", "reduction",
     "quantization", "adapter", "optimizer_states", "optimizer_in_backward", "engine", "compile",
     "context_method", "activation_checkpointing", "offload_parameters", "offload_optimizer",
+    "expert",
 )  # fmt: skip
 
 
@@ -50,6 +51,7 @@ class Rank:
     waits: complex  # bytes of a micro batch between its passes
     shared: complex  # of what all layers share
     offloaded: complex  # that wait on the host
+    outside: float  # that are not the allocator's
     key: tuple[Hashable, ...]  # of `held`
 
 
@@ -78,10 +80,11 @@ class MemoryModel:
         best: tuple[float, Rank, Moment, float, float] | None = None
         for rank in self._ranks(x):
             layers, loss = rank.stage.layers, rank.stage.loss
-            others = (in_flight(x, rank.number) - 1) * rank.waits
-            others += waiting(x, rank.number) * layers.products
-            batch = given + at(rank.shared, tokens)
-            there = batch + at(others, tokens)
+            there = batch = given + at(rank.shared, tokens)
+            if x.pipeline > 1:
+                others = (in_flight(x, rank.number) - 1) * rank.waits
+                others += waiting(x, rank.number) * layers.products
+                there += at(others, tokens)
             if loss is not None:
                 there += at(loss.outputs, tokens) * x.accumulation
             buffers = self._received(x, rank.number, at(layers.input, tokens))
@@ -114,7 +117,7 @@ class MemoryModel:
             if x.offload_optimizer != "none" or x.optimizer_states == "paged_int8":
                 states = 0.0
             reached = Moment(gradients, activations + there, logits)
-            reserved = kept_blocks(rank.stage, reached, tokens) + outside(x)
+            reserved = kept_blocks(rank.stage, reached, tokens) + rank.outside
         scales = held.scales_part if parameters else 0.0
         kinds = {
             "parameters": int(parameters - scales),
@@ -163,7 +166,7 @@ class MemoryModel:
         shared = self._once(("shared", _of_shared(x)), partial(self._working.shared, x))
         return Rank(
             number, held, stage, peaks, update(parts), stage.waits(x.stages), shared,
-            work.offloaded, of_weights,
+            work.offloaded, outside(x), of_weights,
         )  # fmt: skip
 
     def _received(self, x: Layout, rank: int, size: float) -> float:
@@ -193,7 +196,9 @@ class MemoryModel:
     def _lasting(self, x: Layout, rank: int) -> tuple[Unit, Parts]:
         own = [self._kinds[self._layers[i]] for i in self._split(x, rank)]
         ends = rank == 0, rank == x.pipeline - 1
-        return lasting(self.job, x, own, ends, self.conventions, self.on_gpu)
+        make = partial(units, self.job, x, own, ends, self.conventions)
+        found = self._once(("units", rank, of_units(x)), make)
+        return lasting(self.job, x, found, self.conventions, self.on_gpu)
 
     def _work(self, x: Layout, rank: int) -> Work:
         mode, _, every = x.activation_checkpointing.partition(":")
