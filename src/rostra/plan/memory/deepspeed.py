@@ -37,7 +37,6 @@ def parts(x: Layout, all_: Unit, layer: Unit, embedding: Unit, numbers: int, on_
     under 2 and 3, which a bucket fills. On a GPU an offloaded optimizer has them on the host:
     each leaves as its bucket is reduced."""
     each, offloaded = _each(x), x.offload_optimizer != "none"
-    away = on_gpu and offloaded
     bucket = each * bucket_numbers(numbers)
     whole, part = each * all_.trained, each * all_.trained / _ranks(x)
     reduced = bucket if numbers > bucket_numbers(numbers) else 0.0  # a copy of a full bucket
@@ -48,9 +47,8 @@ def parts(x: Layout, all_: Unit, layer: Unit, embedding: Unit, numbers: int, on_
         each * layer.trained,
         each * embedding.trained,
         buckets=reduced,
-        temporary=0.0 if away else FLOAT * all_.trained / _ranks(x),
-        # temp_grad_buffer_for_gpu_offload
-        resident=each * all_.largest if away else 0.0,
+        temporary=0.0 if offloaded else FLOAT * all_.trained / _ranks(x),
+        resident=_beside_offload(x, all_, on_gpu) if offloaded else 0.0,
     )
     if x.sharding == "no_shard":
         return replace(plain, buckets=bucket)
@@ -60,7 +58,7 @@ def parts(x: Layout, all_: Unit, layer: Unit, embedding: Unit, numbers: int, on_
         return replace(plain, backward=bucket)
     if x.sharding == "full_shard":
         return _cut(x, all_, plain, numbers, on_gpu)
-    kept = 0.0 if away else part
+    kept = 0.0 if offloaded else part
     return replace(
         plain,
         collected=True,
@@ -69,6 +67,16 @@ def parts(x: Layout, all_: Unit, layer: Unit, embedding: Unit, numbers: int, on_
         embedding=max(plain.embedding, bucket),
         backward=bucket,
     )
+
+
+def _beside_offload(x: Layout, all_: Unit, on_gpu: bool) -> float:
+    """ZeRO-1 and 2 carry gradients through a buffer for the largest (`temp_grad_buffer_for_gpu_
+    offload`). A CPU is its own host, and has that's side too: see `beside`."""
+    largest = _each(x) * all_.largest
+    if on_gpu:
+        return largest
+    copies = _each(x) * (2 if x.accumulation > 1 else 1) + FLOAT
+    return 2 * largest + copies * all_.trained / _ranks(x)
 
 
 def _cut(x: Layout, all_: Unit, plain: Parts, numbers: int, on_gpu: bool) -> Parts:
