@@ -116,18 +116,21 @@ def _sides(index: int, size: int) -> list[tuple[str, int]]:
     return found
 
 
-def spans(marks: Marks, kind_of: dict[int, str], others: bool) -> list[Span]:
+def spans(marks: Marks, kind_of: dict[int, str], others: bool, again: bool = False) -> list[Span]:
     """What was seen since the first mark.
 
     `kind_of` has the kinds of blocks that last, "" for what is not counted; `others` that do
     count where asked, as buffers of communication. What is there at the end was there at the
     beginning, left by the step before; also the optimizer's states, which a first step makes.
+    `again` where a step was before: what is made in this one is then made in each.
     """
     changes, roles, after = marks.watch.changes, marks.watch.roles, marks.watch.live()
     begun, sizes = marks.marks[0][0], Counter[int]()
     for number, size in changes[:begun]:
         sizes[number] += size
     moves = {n for n, _ in changes if sizes[n] == after.get(n, 0) and kind_of.get(n) != ""}
+    if again:
+        moves |= {n for n, _ in changes if not sizes[n] and n not in kind_of}
     now, kind_of = dict.fromkeys(KINDS, 0), dict(kind_of)
     for number, size in after.items():
         kind = kind_of.get(number, "communication" if others else "")

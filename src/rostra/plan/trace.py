@@ -201,12 +201,14 @@ class _Trace:
         rank = place * (layout.world_size // layout.pipeline)
         with fake_rank(config, layout, shape, rank) as (engine, watch):
             batch = _batch(layout, self.job.length)
-            if layout.engine == "deepspeed":  # a first step of it differs
+            # a step of these leaves what the next one replaces
+            again = layout.engine == "deepspeed" or layout.pipeline_schedule == "zero_bubble"
+            if again:
                 _step(engine, batch, Marks(engine, watch))
             marks = Marks(engine, watch)
             kind_of = _step(engine, batch, marks) | _held(engine, watch)
             given = watch.blocks(batch.tensors().values())
-            return spans(marks, {**kind_of, **dict.fromkeys(given, "")}, others=self.gpu)
+            return spans(marks, {**kind_of, **dict.fromkeys(given, "")}, self.gpu, again)
 
 
 def _away(layout: Layout) -> Iterator[str]:
