@@ -22,8 +22,8 @@ from rostra.layout import Layout, Schedule, Sharding, explain, refusals
 from rostra.plan.choice import choose
 from rostra.plan.job import Job, job_of
 from rostra.plan.memory import MemoryModel
-from rostra.plan.results import Memory, Time
-from rostra.plan.search import STATIC, Entry, Found, Models, Room, parts_of, search, simplicity
+from rostra.plan.results import LASTING, Memory, Time
+from rostra.plan.search import Entry, Found, Models, Room, parts_of, search, simplicity
 from rostra.plan.space import CHECKPOINTING, Limits, Space
 from rostra.plan.techniques import TECHNIQUES, techniques_of, variants
 from rostra.plan.time import TimeModel
@@ -295,13 +295,13 @@ def test_the_memory_model_keeps_the_law(family: str, sections: dict[str, Any]) -
     blocks = list(Space(asked, cluster).blocks())
     for block in random.Random(0).sample(blocks, min(len(blocks), 40)):
         found = [memory(f.layout(*n)) for f in block.frames for n in f.micro_batches]
-        static = [sum(m.kinds.get(kind, 0) for kind in STATIC) for m in found]
+        static = [sum(m.kinds.get(kind, 0) for kind in LASTING) for m in found]
         assert max(static) <= min(m.peak for m in found), block.frames[0]
 
 
 def test_what_does_not_fit_is_known_by_its_shortage() -> None:
     space = Space(job(), cluster_of(2), Limits(engines=("torch",)))
-    models = Models(lambda _: Memory({STATIC[0]: 100}), lambda _: Time(1, 0, 0, {}), Room(60))
+    models = Models(lambda _: Memory({LASTING[0]: 100}), lambda _: Time(1, 0, 0, {}), Room(60))
     found = search(space.blocks(), models, Found())
     assert found.best("fastest") is None
     assert found.front == []

@@ -83,10 +83,12 @@ def adapter_weights(
     """The first values of everything that `add_adapter` brought into `model`.
 
     A saved adapter's are its own. LoRA's A is uniform within 1/sqrt(inputs) and B zero, so that
-    it begins as nothing (around an embedding A is zero and B normal, as in peft: each column of
-    A is learned from its own token); DoRA's magnitudes are the norms of the base's rows; (IA)³
-    scales by 1; a prompt is the embeddings of the tokens `prompt`, again and again, or of tokens
-    that are drawn (Lester et al. 2021, section 3.2); a prefix is small and drawn.
+    it begins as nothing. Around an embedding it is A, a column for each token, that is zero, and
+    B that is drawn, uniform within 1/sqrt(outputs): as peft draws it, with a deviation of 1, an
+    update soon drowns what a token was (docs/lab-notes.md). DoRA's magnitudes are the norms of
+    the base's rows; (IA)³ scales by 1; a prompt is the embeddings of the tokens `prompt`, again
+    and again, or of tokens that are drawn (Lester et al. 2021, section 3.2); a prefix is small
+    and drawn.
 
     `base` has the bare model's weights in a float type, also of layers that are quantised.
     """
@@ -121,10 +123,10 @@ def _first(
         return _norms(base, base_name(f"{layer}.weight"), transposed)
 
     begins: dict[str, Make] = {
-        "lora_A": lambda: _drawn(name, shape, seed).sub_(0.5).mul_(2 / math.sqrt(shape[1])),
+        "lora_A": lambda: _within(name, shape, seed, 1 / math.sqrt(shape[1])),
         "lora_B": lambda: torch.zeros(shape),
         "lora_embedding_A": lambda: torch.zeros(shape),
-        "lora_embedding_B": lambda: torch.randn(shape, generator=_generator(name, seed)),
+        "lora_embedding_B": lambda: _within(name, shape, seed, 1 / math.sqrt(shape[0])),
         "lora_magnitude_vector": norms,
         "ia3_l": lambda: torch.ones(shape),
         PROMPT: lambda: _embeddings(model, base, name, seed, prompt),
@@ -139,9 +141,9 @@ def _generator(name: str, seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))
 
 
-def _drawn(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Uniform from 0 to 1."""
-    return torch.rand(shape, generator=_generator(name, seed))
+def _within(name: str, shape: tuple[int, ...], seed: int, bound: float) -> Tensor:
+    """Uniform from -bound to bound."""
+    return torch.rand(shape, generator=_generator(name, seed)).sub_(0.5).mul_(2 * bound)
 
 
 def _norms(base: Reader, name: str, transposed: bool) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
 from math import gcd
 from typing import Any
 
@@ -41,7 +42,7 @@ def tiny_config(config: PretrainedConfig) -> PretrainedConfig:
     }
     for key, value in values.items():
         if getattr(text, key, None) is not None:
-            setattr(text, key, value)
+            _set(text, key, value)
     return tiny
 
 
@@ -91,11 +92,16 @@ def shrunk(config: PretrainedConfig, layers: int, length: int) -> PretrainedConf
     }
     for key, value in values.items():
         if getattr(text, key, None):
-            setattr(text, key, value)
+            _set(text, key, value)
     for key, value in vars(text).items():
         if isinstance(value, float) and ("dropout" in key or "pdrop" in key):
             setattr(text, key, 0.0)
     return small
+
+
+def _set(config: PretrainedConfig, key: str, value: Any) -> None:
+    with suppress(AttributeError):  # a property, which follows from the rest
+        setattr(config, key, value)
 
 
 def as_even(number: int, least: int) -> int:

@@ -16,6 +16,7 @@ from rostra.plan.choice import about_beats, choose
 from rostra.plan.job import Job
 from rostra.plan.memory import MemoryModel
 from rostra.plan.results import Candidate, Memory, Time
+from rostra.plan.scaled import ScaledMemory
 from rostra.plan.search import GOALS, Entry, Found, Goal, Miss, Models, Room, search, simplicity
 from rostra.plan.space import Limits, Space
 from rostra.plan.techniques import Technique, techniques_of, variants
@@ -39,6 +40,7 @@ class Plan:
     goal: Goal
     allowed: tuple[Technique, ...]
     jobs: tuple[Job, ...]  # with each set of techniques that was looked at; the job's own first
+    models: tuple[Models, ...]  # of each
     found: Found
     room: Room
     search_seconds: float
@@ -66,7 +68,8 @@ class Plan:
         return tuple(map(self.candidate, entries))
 
     def candidate(self, entry: Entry | Miss) -> Candidate:
-        return assess(self.jobs[entry.variant], self.cluster, entry.layout)
+        job, models, layout = self.jobs[entry.variant], self.models[entry.variant], entry.layout
+        return assess(job, self.cluster, layout, models.memory(layout), models.time(layout))
 
     def to_dict(self) -> dict[str, Any]:
         best: dict[str, Any] = {
@@ -127,23 +130,34 @@ def make_plan(
 
     `allow` names techniques that may be used beside (see `rostra.plan.techniques`). With `trace`,
     the memory of the choice is checked by running its engine on fake tensors, where that can be
-    done, and a choice that this refutes is replaced. Raises RequestError for unknown techniques.
+    done, and a choice that this refutes is replaced; of a family that no formula knows, traces
+    scale what the formulas say of the others too. Raises RequestError for unknown techniques.
     """
     began = time.perf_counter()
     allowed = techniques_of(allow)
     asked = list(variants(job.config, allowed))
     jobs = tuple(replace(job, config=changed) for _, changed in asked)
-    room, found = room_of(cluster), Found()
+    room, trace = room_of(cluster), trace and not dist.is_initialized()
     limits = replace(limits or Limits(), thin=len(jobs) > 1)
-    for number, (variant, (used, _)) in enumerate(zip(jobs, asked, strict=True)):
-        memory, seconds = MemoryModel(variant, cluster), TimeModel(variant, cluster)
-        models = Models(memory, seconds, room, number, len(used))
-        search(Space(variant, cluster, limits).blocks(), models, found)
-    plan = Plan(
-        job=job, cluster=cluster, goal=goal, allowed=allowed, jobs=jobs, found=found, room=room,
-        search_seconds=time.perf_counter() - began, chosen=None, notes=tuple(notes),
-    )  # fmt: skip
-    choice = _choose(plan, trace and not dist.is_initialized())
+    memories = [ScaledMemory(MemoryModel(variant, cluster)) for variant in jobs]
+    models = tuple(
+        Models(memory, TimeModel(variant, cluster), room, number, len(used))
+        for number, (memory, variant, (used, _)) in enumerate(
+            zip(memories, jobs, asked, strict=True)
+        )
+    )
+    for _ in range(_TRACES):
+        found = Found()
+        for variant, each in zip(jobs, models, strict=True):
+            search(Space(variant, cluster, limits).blocks(), each, found)
+        plan = Plan(
+            job=job, cluster=cluster, goal=goal, allowed=allowed, jobs=jobs, models=models,
+            found=found, room=room, search_seconds=time.perf_counter() - began, chosen=None,
+            notes=tuple(notes),
+        )  # fmt: skip
+        if not trace or not _learns(plan, memories):
+            break
+    choice = _choose(plan, trace)
     if choice is None:
         return plan
     chosen, best = choice
@@ -154,6 +168,21 @@ def make_plan(
         narrowly=None if best.layout == chosen.layout else plan.candidate(best),
         alternatives=tuple(map(plan.candidate, shown)),
     )
+
+
+def _learns(plan: Plan, memories: Sequence[ScaledMemory]) -> bool:
+    """Whether a trace of what the search would take taught something of an unknown family."""
+    entry = choose(plan.found.bests.values(), plan.goal) or plan.found.nearest()
+    if entry is None or memories[entry.variant].known:
+        return False
+    memory, layout = memories[entry.variant], entry.layout
+    if memory.learned(layout):
+        return False
+    trace = _trace(plan.jobs[entry.variant], layout, plan.cluster)
+    if trace is None or trace.source != "trace":
+        return False
+    memory.learn(layout, trace)
+    return True
 
 
 def _others(found: Found, goal: Goal, chosen: Candidate) -> list[Entry]:
@@ -199,16 +228,22 @@ def _choose(plan: Plan, trace: bool) -> tuple[Candidate, Entry] | None:
 
 def _traced(job: Job, layout: Layout, cluster: Cluster, formula: Memory) -> Memory:
     """The trace of a layout; what no trace tells (host, loading, saving) is the formulas'."""
-    from rostra.plan.trace import traced  # the engine comes with it, which no search needs
-
-    try:
-        memory = traced(job, layout, cluster)
-    except Exception:  # whatever an engine needs that is not here: the formulas stand
+    memory = _trace(job, layout, cluster)
+    if memory is None:
         return formula
     names = ("host", "nvme", "loading", "loading_host", "saving", "saving_host")
     more = {name: getattr(memory, name) or getattr(formula, name) for name in names}
     reserved = memory.kinds.get("reserved") or formula.kinds.get("reserved", 0)
     return replace(memory, kinds={**memory.kinds, "reserved": reserved}, **more)
+
+
+def _trace(job: Job, layout: Layout, cluster: Cluster) -> Memory | None:
+    from rostra.plan.trace import traced  # the engine comes with it, which no search needs
+
+    try:
+        return traced(job, layout, cluster)
+    except Exception:  # whatever an engine needs that is not here: the formulas stand
+        return None
 
 
 def assess(

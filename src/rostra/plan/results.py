@@ -19,6 +19,7 @@ KINDS = (
     "communication",  # buffers of collectives; DeepSpeed's buckets
     "reserved",  # what the allocator rounds up and keeps, the device's context, libraries
 )
+LASTING = ("parameters", "quantization", "optimizer")  # of them, from step to step
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,9 @@ class Memory:
     loading_host: int = 0
     saving: int = 0  # on the device, at the peak while a checkpoint is saved
     saving_host: int = 0
-    source: str = "formula"  # "linears": of an unknown family, by its matrices; or "trace"
+    # Or "linears": of an unknown family, by its matrices; "scaled": these, as traces of others of
+    # its layouts showed; "trace".
+    source: str = "formula"
 
     @property
     def total(self) -> int:

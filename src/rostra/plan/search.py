@@ -16,12 +16,11 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from rostra.layout import AXES, Layout
-from rostra.plan.results import Memory, Time
+from rostra.plan.results import LASTING, Memory, Time
 from rostra.plan.space import Block
 
 Goal = Literal["fastest", "cheapest", "fewest"]
 GOALS: tuple[Goal, ...] = ("fastest", "cheapest", "fewest")
-STATIC = ("parameters", "quantization", "optimizer")  # kinds that a block's layouts share
 
 _PLAIN = {f.name: f.default for f in fields(Layout)}
 
@@ -141,7 +140,7 @@ def search(blocks: Iterable[Block], models: Models, found: Found | None = None) 
             other = found.kinds.get(kind)
             if other is None or (isinstance(other, Miss) and shortage < other.shortage):
                 found.kinds[kind] = Miss(shortage, memory.peak, layout, models.variant)
-            if sum(memory.kinds.get(name, 0) for name in STATIC) > models.room.device:
+            if sum(memory.kinds.get(name, 0) for name in LASTING) > models.room.device:
                 break
     return found
 
