@@ -25,8 +25,8 @@ METHODS: dict[str, tuple[dict[str, Any], float]] = {
     "full": ({}, 4e-3),
     "lora": ({"adapter": LORA}, 8e-3),
     "lora, head and embeddings": (
-        {"adapter": {**LORA, "targets": ["all-linear", "embed_tokens", "lm_head"]}},
-        1.6e-2,
+        {"adapter": {**LORA, "alpha": 32, "targets": ["all-linear", "embed_tokens", "lm_head"]}},
+        8e-3,
     ),
     "lora, head and embeddings whole": (
         {"adapter": {**LORA, "modules_to_save": ["embed_tokens", "lm_head"]}},

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from rostra.hardware.cluster import Cluster
 from rostra.layout import Layout
+from rostra.parallel.pipeline import SEVERAL
 from rostra.parallel.pipeline_split import balance
 from rostra.plan.conventions import ROSTRA, Conventions
 from rostra.plan.job import Job
@@ -87,7 +88,7 @@ class MemoryModel:
                 there += at(others, tokens)
             if loss is not None:
                 there += at(loss.outputs, tokens) * x.accumulation
-            buffers = self._received(x, rank.number, at(layers.input, tokens))
+            buffers = self._exchanged(x, rank.number, at(layers.whole or layers.input, tokens))
             buffers += rank.stage.parts.resident
             fixed, each, moment = max(rank.peaks, key=lambda peak: peak[0] + peak[1] * tokens)
             total = fixed + each * tokens + there + buffers
@@ -169,14 +170,16 @@ class MemoryModel:
             work.offloaded, outside(x), of_weights,
         )  # fmt: skip
 
-    def _received(self, x: Layout, rank: int, size: float) -> float:
-        """Buffers of `size` that a stage receives each micro batch's hidden states into, and
-        their gradients, made at the first step (torch.distributed.pipelining). On a CPU the
-        instrument sees what a step takes, and not these."""
-        if x.pipeline == 1 or not self.on_gpu:
+    def _exchanged(self, x: Layout, rank: int, size: float) -> float:
+        """Buffers of `size` that a rank's stages receive each micro batch's hidden states into,
+        and their gradients, made at the first step (torch.distributed.pipelining; on a CPU the
+        instrument sees what a step takes, and not these). Schedules of several stages keep what
+        they send until the step ends, too."""
+        if x.pipeline == 1:
             return 0.0
-        ways = (rank > 0 or x.stages > 1) + (rank < x.pipeline - 1 or x.stages > 1)
-        return ways * x.accumulation * size * x.stages
+        ends = (rank == 0) + (rank == x.pipeline - 1)
+        kept = (1 if self.on_gpu else 0) + (1 if x.pipeline_schedule in SEVERAL else 0)
+        return kept * (2 * x.stages - ends) * x.accumulation * size
 
     def _split(self, x: Layout, rank: int) -> tuple[int, ...]:
         """Which layers a rank of the pipeline has."""
