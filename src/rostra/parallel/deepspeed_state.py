@@ -115,7 +115,7 @@ def kept(zero: Any, stage: int) -> Optimizer:
         names = ("temp_grad_buffer_for_cpu_offload", "temp_grad_buffer_for_gpu_offload")
         buffers = [*buffers, *(getattr(zero, name, None) for name in names)]
     found = Optimizer(masters, {})
-    found.state[masters[0]] = {"buffers": buffers}
+    found.state[masters[0]] = {"buffers": [b for b in buffers if b is not None]}
     return found
 
 
