@@ -12,6 +12,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import settings
 
 from ranks import Ranks
@@ -39,6 +40,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Shards of tests go to a folder of their own, shared by the tests of one session."""
     os.environ["ROSTRA_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(autouse=True)
+def _no_group_is_left() -> Iterator[None]:
+    """A process group that a test leaves behind would change what all later ones do."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        pytest.fail("this test left a process group behind")
 
 
 @pytest.fixture(scope="session")

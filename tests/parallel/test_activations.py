@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -36,6 +37,8 @@ MODES = [
     "selective:mlp",
     "selective:operations",
     "offload",
+    "full in parts",
+    "selective:mlp in parts",
 ]
 LAYERS, SAMPLES, LENGTH, VOCABULARY = 4, 4, 32, 97
 Step = tuple[float, dict[str, Tensor], int]  # loss, gradients, bytes of activations at the peak
@@ -66,7 +69,7 @@ def model_of(family: str, attention: str = "sdpa", mode: str = "none") -> PreTra
     register()
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).train()
-    checkpoint_activations(model, mode)
+    checkpoint_activations(model, mode.removesuffix(" in parts"), mode.endswith(" in parts"))
     return model
 
 
@@ -138,6 +141,37 @@ def test_the_more_is_computed_again_the_less_is_kept() -> None:
     assert by_mode["full"] < 0.45 * none
     assert by_mode["selective:operations"] < 0.75 * none
     assert by_mode["offload"] < 0.35 * none
+
+
+@pytest.mark.parametrize("mode", ["full in parts", "selective:mlp in parts"])
+def test_a_backward_pass_in_parts_computes_again_once(mode: str) -> None:
+    """Zero bubble's: first for what came in, then for the weights, group by group."""
+    model, ids = model_of("llama", mode=mode), torch.arange(LENGTH)[None]
+    calls = 0
+
+    def count(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+
+    for layer in decoder_layers(model):
+        layer.mlp.gate_proj.register_forward_hook(count)
+    embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
+    weights = list(model.model.layers.parameters())
+
+    def total() -> Tensor:
+        logits: Tensor = model(inputs_embeds=embedded, use_cache=False).logits
+        return logits.float().logsumexp(-1).sum()
+
+    expected = torch.autograd.grad(total(), [embedded, *weights])
+    calls = 0
+    loss = total()
+    into, groups = stage_backward_input([loss], None, [embedded], iter(weights))
+    stage_backward_weight(iter(weights), groups)  # into `grad`
+    assert len(groups) > LAYERS
+    assert calls == 2 * LAYERS
+    for one, other in zip((*into, *(w.grad for w in weights)), expected, strict=True):
+        assert one is not None
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-6)
 
 
 def test_every_layer_of_one_is_full() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 from typing import Any
 
@@ -13,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, PreTrainedModel
 
 from ranks import Ranks
@@ -23,6 +21,7 @@ from rostra.layout import Layout
 from rostra.models import create_model, decoder_layers, evaluating
 from rostra.models.weights import model_on_meta
 from rostra.optim.losses import chunked_cross_entropy
+from rostra.parallel.activations import checkpoint_activations
 from rostra.parallel.held import local
 from rostra.parallel.mesh import DATA, Mesh
 from rostra.parallel.pipeline import Pipeline, check_pipeline
@@ -153,8 +152,9 @@ def train(
     mesh = Mesh.of(layout, CPU)
     stages = stages_of(kind, layers, layout, mesh)
     for stage in stages:
-        for layer in own_layers(stage.model) if recompute else []:
-            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+        if recompute:
+            split = layout.pipeline_schedule == "zero_bubble"
+            checkpoint_activations(stage.model, "full", split)
         if layout.sharding != "no_shard":
             shard(stage, own_layers(stage.model), mesh, layout)
     pipeline = Pipeline(stages, mesh, own_gradient)

@@ -99,7 +99,11 @@ MEASURED: dict[str, dict[str, Any]] = {
     "tensor": {"tensor": 2},
     "ring": {"context": 2, "context_method": "ring"},
     "1f1b": PIPELINE,
-}
+    "zero bubble, recomputed": {
+        **PIPELINE, "pipeline_schedule": "zero_bubble", "stages": 2,
+        "activation_checkpointing": "full",
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MEASURED)
@@ -148,6 +152,9 @@ STAGED: dict[str, dict[str, Any]] = {
         "pipeline_schedule": "interleaved_1f1b", "stages": 2, "accumulation": 8,
     },
     "zero_bubble": {"pipeline_schedule": "zero_bubble", "stages": 2, "accumulation": 8},
+    "zero bubble, recomputed": {
+        "pipeline_schedule": "zero_bubble", "accumulation": 8, "activation_checkpointing": "full",
+    },
 }  # fmt: skip
 
 

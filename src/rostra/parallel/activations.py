@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from rostra.errors import RequestError
 from rostra.models import decoder_layers
 from rostra.parallel.activation_offload import Offload
+from rostra.parallel.recompute_once import recompute_once
 
 Function = Callable[..., Any]  # of a module and the arguments of its forward
 
@@ -56,9 +57,10 @@ _KEPT = {
 _BATCHED = {"aten.bmm", "aten.baddbmm"}
 
 
-def checkpoint_activations(model: PreTrainedModel, mode: str) -> None:
+def checkpoint_activations(model: PreTrainedModel, mode: str, split: bool = False) -> None:
     """Let `model` keep less between forward and backward pass, as
-    `Layout.activation_checkpointing` says:
+    `Layout.activation_checkpointing` says; `split` where the backward pass goes through the
+    graph in parts, as zero_bubble's does (see `recompute_once`):
 
     - `none`: layers save what their operations need.
     - `full`: a layer keeps its input and is computed again in the backward pass.
@@ -85,9 +87,10 @@ def checkpoint_activations(model: PreTrainedModel, mode: str) -> None:
             _replace(layer, partial(offload.wrap, first=index == 0))
         return
     modules = layers[:: int(what)] if kind == "every" else layers
-    wrap = _recomputed
+    again: Function = recompute_once if split else _checkpoint
     if what == "operations":
-        wrap = partial(_recomputed, context=_selective)
+        again = partial(_checkpoint, context_fn=_selective)
+    wrap = partial(_recomputed, again=again)
     shared: dict[Function, Function] = {}
     for module in _own(modules):
         part = _part(module, what) if what in PARTS else module
@@ -127,9 +130,7 @@ def _replace(
     module.forward = MethodType(made, module)
 
 
-def _recomputed(inner: Function, context: Callable[[], Any] | None = None) -> Function:
-    more: dict[str, Any] = {} if context is None else {"context_fn": context}
-
+def _recomputed(inner: Function, again: Function) -> Function:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         def run(_: Tensor, *args: Any, **kwargs: Any) -> Any:
             return inner(self, *args, **kwargs)
@@ -137,9 +138,12 @@ def _recomputed(inner: Function, context: Callable[[], Any] | None = None) -> Fu
         # checkpoint() keeps the random states of the devices of positional tensors only, and
         # transformers calls attention by keyword
         first = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-        return checkpoint(run, first, *args, use_reentrant=False, **more, **kwargs)
+        return again(run, first, *args, **kwargs)
 
     return forward
+
+
+_checkpoint = partial(checkpoint, use_reentrant=False)
 
 
 def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -102,14 +102,16 @@ class _Parts:
 
     def places(self) -> Iterator[int]:
         """Those in the pipeline that may need most: of equal stages the first, which waits
-        longest for its backward passes. One between the ends waits for a micro batch less than
-        the first, of which every layer keeps its input, but receives each from both sides."""
+        longest for its backward passes, or under zero bubble the last, where most wait for their
+        second part. One between the ends waits for a micro batch less than the first, of which
+        every layer keeps its input, but receives each from both sides."""
         known, first = set(), self.own(self.depth, 0)
-        for place in range(self.layout.pipeline):
+        halves = self.layout.pipeline_schedule == "zero_bubble"
+        for place in sorted(range(self.layout.pipeline), reverse=halves):
             own, last = self.own(self.depth, place), place == self.layout.pipeline - 1
             fewer = all(a <= b for a, b in zip(own, first, strict=True))
             buffers = self.layout.accumulation * self.layout.tensor
-            less = place and not last and fewer and buffers <= sum(own)
+            less = place and not last and fewer and buffers <= sum(own) and not halves
             kind = (tuple(own), place == 0, last)
             if kind not in known and not less:
                 yield place

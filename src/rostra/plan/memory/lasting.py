@@ -45,9 +45,9 @@ def is_collected(x: Layout) -> bool:
 
 
 _fields = attrgetter(
-    "pipeline", "stages", "tensor", "sharding", "compute", "reduction", "quantization", "adapter",
-    "optimizer_states", "optimizer_in_backward", "engine", "compile", "offload_parameters",
-    "offload_optimizer",
+    "pipeline", "pipeline_schedule", "stages", "tensor", "sharding", "compute", "reduction",
+    "quantization", "adapter", "optimizer_states", "optimizer_in_backward", "engine", "compile",
+    "offload_parameters", "offload_optimizer",
 )  # fmt: skip
 
 
@@ -156,10 +156,12 @@ def _whole(x: Layout, of: Units) -> Parts:
 def _sharded(x: Layout, of: Units, way: Conventions, on_gpu: bool) -> Parts:
     """Parts of everything on every rank, and the whole of a layer while it computes (Zhao et al.
     2023, arXiv:2304.11277). In a pipeline gradients stay whole until all micro batches are
-    through. Where parameters are on the host, FSDP2 sends each layer's gradients there, too, as
-    soon as they are reduced (`foreach_reduce`)."""
+    through; under zero bubble layers stay gathered from their forward pass on. Where parameters
+    are on the host, FSDP2 sends each layer's gradients there, too, as soon as they are reduced
+    (`foreach_reduce`)."""
     all_, layer, around = of.everything, of.layer, of.around
     reduced, staged = REDUCED[x.reduction], x.pipeline > 1
+    halves = x.pipeline_schedule == "zero_bubble"
     away = on_gpu and x.offload_parameters != "none"
     gradients = 0.0 if away else FLOAT * all_.trained_part
     standing = gradients if x.accumulation > 1 else 0.0
@@ -174,7 +176,7 @@ def _sharded(x: Layout, of: Units, way: Conventions, on_gpu: bool) -> Parts:
         each * of.embedding.trained,
         layer=layer.gathered,
         around=around.gathered,
-        again=x.sharding != "shard_grad_op" and not (staged and way.holds_layers),
+        again=x.sharding != "shard_grad_op" and not (staged and (way.holds_layers or halves)),
         stays=staged,
         reduced_layer=reduced * layer.trained_gathered,
         reduced_around=reduced * around.trained_gathered,

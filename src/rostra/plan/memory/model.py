@@ -33,10 +33,10 @@ TOKEN = 3 * 8  # bytes of one: its id, its label, its position
 _of_host = attrgetter("offload_parameters", "offload_optimizer", "world_size")
 _of_shared = attrgetter("context", "context_method", "compute", "compile")
 _of_ranks = attrgetter(
-    "pipeline", "stages", "tensor", "context", "shard", "sharding", "compute", "reduction",
-    "quantization", "adapter", "optimizer_states", "optimizer_in_backward", "engine", "compile",
-    "context_method", "activation_checkpointing", "offload_parameters", "offload_optimizer",
-    "expert",
+    "pipeline", "pipeline_schedule", "stages", "tensor", "context", "shard", "sharding", "compute",
+    "reduction", "quantization", "adapter", "optimizer_states", "optimizer_in_backward", "engine",
+    "compile", "context_method", "activation_checkpointing", "offload_parameters",
+    "offload_optimizer", "expert",
 )  # fmt: skip
 
 
@@ -84,7 +84,7 @@ class MemoryModel:
             there = batch = given + at(rank.shared, tokens)
             if x.pipeline > 1:
                 others = (in_flight(x, rank.number) - 1) * rank.waits
-                others += waiting(x, rank.number) * layers.products
+                others += waiting(x, rank.number) * layers.halfway
                 there += at(others, tokens)
             if loss is not None:
                 there += at(loss.outputs, tokens) * x.accumulation
@@ -153,9 +153,17 @@ class MemoryModel:
         key = (*_of_ranks(x), *more)
         found = self._known.get(key)
         if found is None:
-            numbers = (0,) if x.pipeline == 1 else sorted({0, 1, x.pipeline - 1})
-            found = self._known[key] = tuple(self._rank(x, number) for number in numbers)
+            found = self._known[key] = tuple(self._rank(x, number) for number in self._numbers(x))
         return found
+
+    def _numbers(self, x: Layout) -> list[int]:
+        """The ends of the pipeline; and of those between them with equal layers the first, which
+        waits longest for its backward passes, or under zero bubble the last, where most wait for
+        their second part."""
+        between = range(1, x.pipeline - 1)
+        order = between if x.pipeline_schedule == "zero_bubble" else reversed(between)
+        alike = {tuple(self._layers[i] for i in self._split(x, n)): n for n in order}
+        return sorted({0, x.pipeline - 1, *alike.values()})
 
     def _rank(self, x: Layout, number: int) -> Rank:
         of_weights = number, *of_lasting(x)

@@ -39,5 +39,8 @@ def late(layout: Layout, rank: int) -> float:
 
 
 def waiting(layout: Layout, rank: int) -> float:
-    """Those, and the one that is in the first part."""
-    return late(layout, rank) + 1 if layout.pipeline_schedule == "zero_bubble" else 0.0
+    """Those, and the one that is in the first part, as a share of the rank's stages."""
+    split = layout.pipeline_schedule == "zero_bubble"
+    if not split or (rank == 0 and layout.stages == 1):  # no gradient of what enters the model
+        return 0.0
+    return (late(layout, rank) + 1) / layout.stages

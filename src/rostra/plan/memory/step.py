@@ -49,7 +49,7 @@ class Layers:
     whole: complex  # of all positions, where ranks have slices of them between blocks
     places: tuple[Place, ...]
     count: int
-    products: complex = 0.0  # gradients from which those of weights are made
+    halfway: complex = 0.0  # between the two parts of zero bubble's backward pass
     spare: tuple[complex, ...] = (0.0,)  # that a layer's forward pass takes and gives back
 
 

@@ -58,7 +58,9 @@ class Profile:
     backward: tuple[complex, ...]
     left: complex  # gradients of parameters after the backward pass
     copies: complex  # of parameters in 16 bits, within what is kept
-    products: complex  # gradients of what comes of parameters: products, and two norms
+    # between the two parts of zero bubble's backward pass: gradients of what comes of parameters
+    # (products, and two norms), and what was computed again
+    halfway: complex
 
 
 @dataclass
@@ -194,9 +196,9 @@ class _Player:
             if stretch is not None and index == stretch[0]:
                 self._let_go(stretch)
         alone = with_casts - without
-        copies, products = sum(v.size for v in casts) - alone, self._products(start)
+        copies, halfway = sum(v.size for v in casts) - alone, self._products(start)
         backward = highest(live.peaks)
-        return Profile(kept, alone, forward, backward, self.left, copies, products)
+        return Profile(kept, alone, forward, backward, self.left, copies, halfway)
 
     def _products(self, start: Value) -> complex:
         found = (s for s in self.steps if any(x.weight or x.cast for x in s.inputs))

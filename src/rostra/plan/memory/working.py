@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from operator import attrgetter
 
@@ -91,9 +91,9 @@ class Working:
         whole = size * setting.tensor if setting.tensor > 1 else 0.0
         kinds = dict.fromkeys(profiles)
         spare = highest((0.0, *(most - p.kept - size for p in kinds for most in p.forward)))
-        products = sum(p.products for p in profiles)
+        halfway = sum(p.halfway for p in profiles)
         count = len(profiles)
-        layers = Layers(kept, casts, size, whole, tuple(places), count, products, spare)
+        layers = Layers(kept, casts, size, whole, tuple(places), count, halfway, spare)
         loss = self._loss(x, setting) if last else None
         return Work(layers, loss, away)
 
@@ -116,13 +116,18 @@ class Working:
             "none": [], "offload": [], "selective:attention": [made.attention],
             "selective:mlp": [made.mlp],
         }  # fmt: skip
-        return made.tape.profile(
+        recomputed = stretches.get(mode, [every])
+        found = made.tape.profile(
             made.start,
-            stretches.get(mode, [every]),
+            recomputed,
             dear=mode == "selective:operations",
             least=x.compile,
             collected=is_collected(x),
         )
+        if not recomputed or x.compile:
+            return found
+        whole = self.profile(replace(x, activation_checkpointing="none"), layer, False, first)
+        return replace(found, halfway=whole.halfway + whole.kept - found.kept)
 
     def setting(self, x: Layout, layer: Layer) -> Setting:
         """What a layer runs under."""
