@@ -76,6 +76,10 @@ def test_every_default_is_written_out_and_read_back(tmp_path: Path) -> None:
         (GOOD.replace("preset: tiny", "preset: tiny\n  pretrained: x"), "/config.yaml:1: model: "),
         (GOOD + "schedule: {warmup: 3x}\n", 'should be a percentage such as "3%"'),
         (GOOD + "parallel: none\n", "/config.yaml:12: parallel"),
+        (
+            GOOD + "adapter: {kind: lora, targets: '.*(q_proj'}\n",
+            '/config.yaml:12: adapter.targets = ".*(q_proj": no pattern of names: missing )',
+        ),
         (GOOD + "train: {}\n", "/config.yaml:12: not valid YAML"),
         ("model: [", "/config.yaml:1: not valid YAML"),
         ("- a\n", "a config is a table of sections"),

@@ -28,6 +28,7 @@ from rostra.models import decoder_layers
 from rostra.models.attention import NAME, register
 from rostra.parallel import activation_offload
 from rostra.parallel.activations import checkpoint_activations
+from rostra.parallel.recompute_once import recompute_once
 
 FAMILIES = ["llama", "gemma3_text", "gpt2", "mixtral", "qwen3_moe"]
 MODES = [
@@ -172,6 +173,21 @@ def test_a_backward_pass_in_parts_computes_again_once(mode: str) -> None:
     for one, other in zip((*into, *(w.grad for w in weights)), expected, strict=True):
         assert one is not None
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("second", "message"), [(3, "fewer tensors"), (5, "in the place of")])
+def test_a_layer_that_computes_something_else_is_noticed(second: int, message: str) -> None:
+    """Of the same number of tensors, or of fewer."""
+    sizes = iter([4, second])
+
+    def run(x: Tensor) -> Tensor:
+        size = next(sizes)
+        total = x[: max(4, size)].exp().sum()
+        return total + (0 if size == 3 else x[:size].sin().sum())
+
+    total = recompute_once(run, torch.randn(8, requires_grad=True))
+    with pytest.raises(RuntimeError, match=message):
+        total.backward()
 
 
 def test_every_layer_of_one_is_full() -> None:

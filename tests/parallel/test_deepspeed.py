@@ -106,8 +106,9 @@ def section(name: str = "adamw") -> OptimizerSection:
     return OptimizerSection.model_validate({"name": name, "learning_rate": 1e-2})
 
 
-def config_of(name: str) -> Config:
+def config_of(name: str, **sections: Any) -> Config:
     return common.config_of(
+        **sections,
         train={"global_batch_size": SAMPLES},
         optimizer={"name": name, "learning_rate": 1e-2},
         schedule={"warmup": 2},
@@ -395,6 +396,16 @@ def test_one_process_takes_its_weights_in_parts() -> None:
     found = [loss for loss, _, _ in steps(engine, 0, STEPS)]
     engine.close()
     assert found == pytest.approx([loss for loss, _, _ in expected()["steps"]], abs=1e-5)
+    assert not dist.is_initialized()
+
+
+def test_an_engine_that_cannot_be_made_leaves_no_group(tmp_path: Path) -> None:
+    layout = Layout(2, 4, engine="deepspeed", sharding="full_shard", offload_parameters="nvme")
+    memory = {"offload": {"parameters": "nvme", "path": str(tmp_path / "missing")}}
+    shape = model_of().config
+    config, weights = config_of("adamw", memory=memory), SeededWeights(shape, 1)
+    with pytest.raises(RequestError, match="missing"):
+        build_engine(config, layout, model_on_meta(shape), CPU, 10, Events(), weights)
     assert not dist.is_initialized()
 
 

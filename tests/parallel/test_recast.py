@@ -66,6 +66,15 @@ def test_the_backward_pass_casts_what_the_parameter_is_then(steps: int) -> None:
         assert torch.equal(x.grad[0], (2 * whole).to(BF16).sum(0).float())
 
 
+def test_what_was_changed_in_place_is_noticed() -> None:
+    x = torch.ones(2, WIDTH, requires_grad=True)
+    with cast_at_each_use("cpu", BF16):
+        powers = x.exp()  # saved for its own backward pass
+        powers.add_(1)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        powers.sum().backward()
+
+
 def test_copies_do_not_pile_up() -> None:
     """Of eight square matrices of one size, one copy at most lives at the end of the forward
     pass."""

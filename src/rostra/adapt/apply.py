@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from rostra.adapt.dropout import replace_dropout
@@ -15,10 +16,11 @@ from rostra.adapt.lora import (
     frozen_name,
     ia3_config,
     inject,
+    linear,
     lora_config,
-    misses_linear,
     named_modules,
     peft,
+    targeted,
 )
 from rostra.adapt.prefix import PREFIX, add_prefix, prefix_shape
 from rostra.adapt.prompt import PROMPT, add_prompt
@@ -104,6 +106,7 @@ def _add_layers(
         named.append((TRAINED, config, whence))
     for _, one, whence in named:
         check_targets(one, model, whence)
+        _check_tied(one, model, whence)
     for name, one, _ in named:
         inject(model, one, name, drops=name == TRAINED)
     activate(model, [name for name, *_ in named])
@@ -112,6 +115,17 @@ def _add_layers(
         add_prompt(model, config.num_virtual_tokens)
     if section.kind == "prefix":
         add_prefix(model, config.num_virtual_tokens)
+
+
+def _check_tied(config: Any, model: PreTrainedModel, whence: str) -> None:
+    """Refuse an adapter whose matrices around head and embedding are one another's transposes:
+    here they would part while they train."""
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    if tied and getattr(config, "ensure_weight_tying", False):
+        raise RequestError(
+            f"{whence}: an adapter with ensure_weight_tying, whose update of tied embeddings is "
+            "shared; merge it into the model first (rostra merge), or train one without"
+        )
 
 
 def _trained(model: PreTrainedModel, config: Any) -> dict[str, tuple[str, ...]]:
@@ -168,7 +182,7 @@ def _check_agreement(section: AdapterTable, saved: SavedAdapter, model: PreTrain
     for ours, theirs in (("targets", "target_modules"), ("modules_to_save", "modules_to_save")):
         value = getattr(config, theirs, None) or ()
         found[ours] = value if isinstance(value, str) else tuple(sorted(value))
-    if section.targets and section.all_linear and not misses_linear(config, model):
+    if section.targets and section.all_linear and not _misses(section, config, model):
         del found["targets"]
     for key in sorted(section.model_fields_set & found.keys()):
         asked = getattr(section, key)
@@ -180,6 +194,15 @@ def _check_agreement(section: AdapterTable, saved: SavedAdapter, model: PreTrain
             )
     if "dropout" in section.model_fields_set:
         saved.config.lora_dropout = section.dropout
+
+
+def _misses(section: AdapterTable, config: Any, model: PreTrainedModel) -> bool:
+    """Whether a saved adapter leaves out a linear layer, or what is named beside all of them."""
+    targets: Any = config.target_modules or ()
+    pattern = isinstance(targets, str)
+    found = {n for t in ([targets] if pattern else targets) for n in targeted(t, model, pattern)}
+    wanted = {name for name, _ in model.named_modules() if section.aims_at(name)}
+    return not found.issuperset({*linear(model), *wanted})
 
 
 def _check_frozen(section: AdapterTable, frozen: tuple[SavedAdapter, ...]) -> None:
@@ -200,9 +223,12 @@ def _check_frozen(section: AdapterTable, frozen: tuple[SavedAdapter, ...]) -> No
 
 
 def _check_tensors(model: PreTrainedModel, adapter: Adapter) -> None:
-    """Refuse saved adapters whose tensors are not those that the model asks for."""
+    """Refuse saved adapters whose tensors are not those that the model asks for, and such as
+    bring different values of the base's own."""
+    base: dict[str, SavedAdapter] = {}
     for owner, saved in adapter.owners():
         if saved is not None:
+            _check_base(saved, base)
             expected = {
                 key: tuple(parameter.shape)
                 for name, parameter in model.named_parameters()
@@ -212,6 +238,17 @@ def _check_tensors(model: PreTrainedModel, adapter: Adapter) -> None:
             for name, key in saved.base_keys.items():
                 expected |= {key: tuple(there[name].shape)} if name in there else {}
             _compare(saved, expected)
+
+
+def _check_base(saved: SavedAdapter, known: dict[str, SavedAdapter]) -> None:
+    """`known` are those before, by the names of what they bring of the base."""
+    for name, key in saved.base_keys.items():
+        other = known.setdefault(name, saved)
+        if not torch.equal(other.whole(other.base_keys[name]), saved.whole(key)):
+            raise RequestError(
+                f"{saved.path}: its {key} is not that of {other.path}; both were trained beside "
+                "a base of their own: merge one into its base first (rostra merge)"
+            )
 
 
 def _compare(saved: SavedAdapter, expected: dict[str, tuple[int, ...]]) -> None:

@@ -147,6 +147,8 @@ def save_adapter(
             layers[_layer(name)] = value
         else:
             written |= {key: value.clone() for key in keys}  # the file takes no shared memory
+    if adapter.saved is not None:  # it was learned beside these
+        written |= {key: adapter.saved.whole(key) for key in adapter.saved.base_keys.values()}
     if layers:
         written[VIRTUAL] = pack_prefix(layers)
     save_file(written, folder / WEIGHTS, metadata={"format": "pt"})

@@ -87,11 +87,11 @@ def _targets(asked: str | tuple[str, ...], model: PreTrainedModel) -> list[str] 
     if isinstance(asked, str) and asked != ALL:
         return asked
     names = {asked} if isinstance(asked, str) else {*asked}
-    every = {name.rpartition(".")[2] for name in _linear(model)} if ALL in names else set()
+    every = {name.rpartition(".")[2] for name in linear(model)} if ALL in names else set()
     return sorted((names - {ALL}) | every)
 
 
-def _linear(model: PreTrainedModel) -> list[str]:
+def linear(model: PreTrainedModel) -> list[str]:
     """The names of all linear layers but the head."""
     head = model.get_output_embeddings()
     return [
@@ -113,14 +113,6 @@ def targeted(target: str, model: nn.Module, pattern: bool) -> dict[str, nn.Modul
         return {name: m for name, m in model.named_modules() if re.fullmatch(target, name)}
     except re.error as error:
         raise RequestError(f"adapter.targets: {target!r} is no pattern: {error}") from error
-
-
-def misses_linear(config: Any, model: PreTrainedModel) -> bool:
-    """Whether the targets of a saved adapter leave out a linear layer of the model."""
-    targets: Any = config.target_modules or ()
-    pattern = isinstance(targets, str)
-    found = {n for t in ([targets] if pattern else targets) for n in targeted(t, model, pattern)}
-    return not found.issuperset(_linear(model))
 
 
 def named_modules(model: nn.Module, part: str) -> dict[str, nn.Module]:

@@ -22,7 +22,7 @@ from rostra.models.attention import choose
 from rostra.optim import LossScale, MasterWeights, Optimizers, make_optimizers, make_schedule
 from rostra.parallel import Accumulate, Engine, Execute, Gradients, Mesh, Stage, TorchEngine
 from rostra.parallel.deepspeed_engine import DeepSpeedEngine
-from rostra.parallel.deepspeed_start import make_deepspeed_optimizers, materialize_cut, start_group
+from rostra.parallel.deepspeed_start import make_deepspeed_optimizers, materialize_cut, own_group
 from rostra.parallel.float8 import check_float8
 from rostra.parallel.in_backward import InBackwardEngine, optimizers_by_parameter
 from rostra.parallel.pipeline import Pipeline
@@ -149,19 +149,19 @@ def _deepspeed_engine(order: _Order) -> DeepSpeedEngine:
     )
     fields, embeddings = order.fields(), _embeddings(model)
     stage = order.place(model)
-    own_group = start_group(mesh.device)
-    if order.weights is None:
-        model.to(mesh.device)
-    elif layout.sharding == "full_shard":
-        materialize_cut(model, made, order.weights, mesh.device)
-    else:
-        materialize(stage, mesh.device, order.weights)
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    ratio = config.adapter.lora_plus_ratio
-    optimizers = make_deepspeed_optimizers(config.optimizer, named, embeddings, layout, ratio)
-    return DeepSpeedEngine(
-        stages=[stage], optimizers=optimizers, config=made, own_group=own_group, **fields
-    )
+    with own_group(mesh.device) as own:
+        if order.weights is None:
+            model.to(mesh.device)
+        elif layout.sharding == "full_shard":
+            materialize_cut(model, made, order.weights, mesh.device)
+        else:
+            materialize(stage, mesh.device, order.weights)
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        ratio = config.adapter.lora_plus_ratio
+        optimizers = make_deepspeed_optimizers(config.optimizer, named, embeddings, layout, ratio)
+        return DeepSpeedEngine(
+            stages=[stage], optimizers=optimizers, config=made, own_group=own, **fields
+        )
 
 
 def _loss_scale(layout: Layout) -> LossScale:

@@ -152,11 +152,10 @@ def lora(name: str) -> Rule:
 
 
 def target_linear(part: Part, key: str, value: Any) -> None:
-    named = part.values.get("lora_target_modules") or []
     if not part.on("adapter"):
         part.needless(key, NO_ADAPTER)
     elif value:
-        ends = [name for name in named if _around_body(name)] if isinstance(named, list) else []
+        ends = _ends(part)
         part.put(key, "adapter.targets", ["all-linear", *ends] if ends else "all-linear")
     else:
         part.needless(key, "switched off")
@@ -177,15 +176,31 @@ def target_modules(part: Part, key: str, value: Any) -> None:
         part.refuse(key, f"{odd[0]!r} is a pattern in a list; give one pattern, or names alone")
     elif not part.on("lora_target_linear"):
         part.put(key, "adapter.targets", names)
-    elif any(map(_around_body, names)):
+    elif _ends(part):
         part.merge(key, "embeddings and head beside all that lora_target_linear takes in")
     else:
         part.needless(key, "lora_target_linear takes them in")
 
 
-def _around_body(name: Any) -> bool:
-    """Whether a module is an embedding or a head, which no all-linear takes in."""
-    return re.search("embed|head|wte", str(name)) is not None
+def _ends(part: Part) -> list[str]:
+    """The embeddings and the head among the names of modules: no all-linear takes them in."""
+    named = part.values.get("lora_target_modules") or []
+    names = named if isinstance(named, list) else [named]
+    return [str(name) for name in names if re.search("embed|head|wte", str(name))]
+
+
+def lora_plus(part: Part, key: str, value: Any) -> None:
+    embeddings = [name for name in _ends(part) if "head" not in name]
+    if not part.on("adapter"):
+        part.needless(key, NO_ADAPTER)
+    elif embeddings:
+        part.refuse(
+            key,
+            f"around {embeddings[0]} Axolotl's LoRA+ learns at loraplus_lr_embedding, 1e-6 unless "
+            "given; embeddings have no rate of their own here: remove one of the two",
+        )
+    else:
+        part.put(key, "adapter.lora_plus_ratio", value)
 
 
 def lora_plus_embedding(part: Part, key: str, value: Any) -> None:
@@ -231,7 +246,7 @@ RULES: dict[str, Rule] = {
     "lora_model_dir": lora("pretrained"),
     "peft_use_dora": lora("dora"),
     "peft_use_rslora": lora("rslora"),
-    "loraplus_lr_ratio": lora("lora_plus_ratio"),
+    "loraplus_lr_ratio": lora_plus,
     "loraplus_lr_embedding": lora_plus_embedding,
     "lora_target_linear": target_linear,
     "lora_target_modules": target_modules,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from rostra.config.base import Count, Fraction, Section
 
@@ -59,6 +59,16 @@ class AdapterTable(Section):
         if isinstance(targets, str):
             return targets != ALL and re.fullmatch(targets, module) is not None
         return any(f".{module}".endswith(f".{target}") for target in targets)
+
+    @field_validator("targets")
+    @classmethod
+    def _pattern(cls, value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+        if isinstance(value, str):
+            try:
+                re.compile(value)
+            except re.error as error:
+                raise ValueError(f"no pattern of names: {error}") from error
+        return value
 
     @model_validator(mode="after")
     def _own_keys(self) -> Self:

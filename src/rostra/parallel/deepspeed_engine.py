@@ -46,14 +46,6 @@ class DeepSpeedEngine(MeshEngine):
         deepspeed = import_deepspeed(self.device)
         self._named: Named = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
         self._zero_stage: int = self.config["zero_optimization"]["stage"]
-        try:
-            self._start(deepspeed)
-        except BaseException:
-            if self.own_group:
-                dist.destroy_process_group()
-            raise
-
-    def _start(self, deepspeed: Any) -> None:
         parameters = sum(p.numel() for _, p in self._named)
         on_every_rank(lambda: check_nvme(self.config, parameters))
         try:

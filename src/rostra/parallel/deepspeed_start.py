@@ -7,7 +7,8 @@ import os
 import shutil
 import sys
 import warnings
-from contextlib import AbstractContextManager, redirect_stdout
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +46,21 @@ def import_deepspeed(device: torch.device) -> Any:
     return deepspeed
 
 
-def start_group(device: torch.device) -> bool:
-    """DeepSpeed works in a process group, a single rank too. Whether one was started for it,
-    which then ends with the engine."""
+@contextmanager
+def own_group(device: torch.device) -> Iterator[bool]:
+    """DeepSpeed works in a process group, a single rank too. Whether one was started for the
+    engine that is made inside: it then ends with that, or when none comes of it."""
     if dist.is_initialized():
-        return False
+        yield False
+        return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=0, world_size=1)
-    return True
+    try:
+        yield True
+    except BaseException:
+        dist.destroy_process_group()
+        raise
 
 
 def off_standard_output() -> AbstractContextManager[Any]:

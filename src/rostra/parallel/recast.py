@@ -13,6 +13,13 @@ from torch.autograd.graph import saved_tensors_hooks
 _CAST, _TRANSPOSED = "ToCopyBackward0", "TBackward0"  # autograd's names
 
 
+class _Kept(NamedTuple):
+    """A saved tensor; autograd does not look whether one that a hook saw was written to since."""
+
+    tensor: Tensor
+    version: int
+
+
 class _Cast(NamedTuple):
     """From what a saved tensor is made once more."""
 
@@ -25,6 +32,7 @@ class _Cast(NamedTuple):
 @contextmanager
 def cast_at_each_use(device: str, dtype: torch.dtype) -> Iterator[None]:
     """Autocast to `dtype` that keeps no copy of a parameter: the backward pass casts it again.
+    (The copy of a part of one, of a single expert say, stays.)
 
     Weights that are gathered layer by layer would else stay in 16 bits from their forward pass
     on: autocast has its copies to the end of it, and autograd to that of the backward pass.
@@ -35,19 +43,21 @@ def cast_at_each_use(device: str, dtype: torch.dtype) -> Iterator[None]:
         yield
 
 
-def _pack(tensor: Tensor) -> Tensor | _Cast:
+def _pack(tensor: Tensor) -> _Kept | _Cast:
     node: Any = tensor.grad_fn
     if node is not None and node.name() == _TRANSPOSED:
         node = node.next_functions[0][0]
     if node is None or node.name() != _CAST:
-        return tensor.detach()
+        return _Kept(tensor.detach(), tensor._version)
     parameter = getattr(node.next_functions[0][0], "variable", None)
     if not isinstance(parameter, nn.Parameter):
-        return tensor.detach()
+        return _Kept(tensor.detach(), tensor._version)
     return _Cast(parameter, tensor.dtype, tensor.shape, tensor.stride())
 
 
-def _unpack(saved: Tensor | _Cast) -> Tensor:
-    if isinstance(saved, Tensor):
-        return saved
+def _unpack(saved: _Kept | _Cast) -> Tensor:
+    if isinstance(saved, _Kept):
+        if saved.tensor._version != saved.version:
+            raise RuntimeError("a tensor that the backward pass needs was changed in place")
+        return saved.tensor
     return saved.parameter.detach().to(saved.dtype).as_strided(saved.size, saved.stride)

@@ -23,10 +23,11 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 class _Saved:
     """What stands in the graph for a saved tensor, and holds it from the first walk on."""
 
-    __slots__ = ("__weakref__", "again", "tensor")
+    __slots__ = ("__weakref__", "again", "like", "tensor")
 
-    def __init__(self, again: Callable[[], None]) -> None:
+    def __init__(self, again: Callable[[], None], like: Tensor) -> None:
         self.again = again
+        self.like = _looks(like)
         self.tensor: Tensor | None = None
 
 
@@ -35,18 +36,18 @@ class _AllSaved(Exception):
 
 
 def recompute_once(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`run(*args, **kwargs)`, of which autograd saves the positional arguments alone; the rest is
-    computed again when first asked for. Random numbers and autocast are then as they were.
+    """`run(*args, **kwargs)`, of which the arguments stay, and what autograd saves is computed
+    again when first asked for. Random numbers and autocast are then as they were.
 
-    Raises: RuntimeError in the backward pass when `run` saves less the second time.
+    Raises: RuntimeError in the backward pass when `run` saves something else the second time.
     """
     if not torch.is_grad_enabled():
         return run(*args, **kwargs)
     places: list[weakref.ref[_Saved]] = []
     again = partial(_compute_again, run, args, kwargs, places, _now(args))
 
-    def pack(_: Tensor) -> _Saved:
-        saved = _Saved(again)
+    def pack(tensor: Tensor) -> _Saved:
+        saved = _Saved(again, tensor)
         places.append(weakref.ref(saved))
         return saved
 
@@ -62,6 +63,10 @@ def _unpack(saved: _Saved) -> Tensor:
     return saved.tensor
 
 
+def _looks(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
 def _compute_again(
     run: Callable[..., Any],
     args: tuple[Any, ...],
@@ -74,6 +79,11 @@ def _compute_again(
     def pack(tensor: Tensor) -> None:
         nonlocal number
         if (saved := places[number]()) is not None:  # some are given back already
+            if _looks(tensor) != saved.like:
+                raise RuntimeError(
+                    f"a layer saved {_looks(tensor)} in the place of {saved.like} when it was "
+                    "computed again"
+                )
             saved.tensor = tensor.detach()
         number += 1
         if number == len(places):
