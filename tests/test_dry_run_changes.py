@@ -18,7 +18,12 @@ from transformers import LlamaConfig, masking_utils
 
 from parallel.common import config_of
 from rostra.dry_run import rank
-from rostra.dry_run.changes import VERSIONS, deepspeed_alone, masks_as_in_training
+from rostra.dry_run.changes import (
+    VERSIONS,
+    deepspeed_alone,
+    grouped_products,
+    masks_as_in_training,
+)
 from rostra.hardware.machine import this_cluster
 from rostra.layout import Layout
 from rostra.parallel.deepspeed_start import import_deepspeed
@@ -41,6 +46,23 @@ def test_transformers_takes_fake_tensors_for_compiled_ones() -> None:
     with masks_as_in_training():
         assert not masking_utils.is_tracing(tensor)
     assert masking_utils.is_tracing(tensor)
+
+
+def test_shapes_of_grouped_products_are_told_for_bfloat16_alone() -> None:
+    offsets = torch.tensor([2, 5], dtype=torch.int32)
+    rows, matrices = torch.ones(5, 8), torch.ones(2, 8, 16)
+    real = torch._grouped_mm(rows, matrices, offs=offsets)
+
+    def shape() -> tuple[torch.Size, torch.dtype]:
+        with FakeTensorMode() as fake:
+            given = map(fake.from_tensor, (rows, matrices, offsets))
+            found = torch._grouped_mm(*given)
+        return found.shape, found.dtype
+
+    with pytest.raises(RuntimeError, match="Expected inputs of BF16"):
+        shape()
+    with grouped_products():
+        assert shape() == (real.shape, real.dtype)
 
 
 def states_of(sharding: Any, owner: Any = None, name: str = "") -> int:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
 from transformers import AutoConfig
 
 from rostra.errors import RequestError
+from rostra.models import find_shape
 from rostra.models.weights import model_on_meta
+from rostra.parallel.pipeline_split import balance, layer_costs
 from rostra.plan.job import sizes_of
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -54,3 +57,19 @@ def test_windows_are_those_of_their_layers() -> None:
     )  # fmt: skip
     counts = {layer.window: count for layer, count in sizes_of(shape).layers}
     assert counts == {16: 10, None: 2}
+
+
+def test_layers_are_cut_as_the_engine_cuts_them() -> None:
+    """Of experts those that a token meets count, so that the head weighs more beside a layer."""
+    shape = find_shape("Qwen/Qwen3-30B-A3B")
+    cuts = sizes_of(shape).cuts(8)
+    assert cuts == balance(layer_costs(model_on_meta(shape)), 8)
+    assert [b - a for a, b in pairwise(cuts)] == [6, 6, 7, 7, 7, 7, 7, 1]
+
+
+def test_layers_are_in_their_order() -> None:
+    shape = AutoConfig.for_model(
+        "deepseek_v3", vocab_size=500, n_routed_experts=8, first_k_dense_replace=2,
+        moe_intermediate_size=32, **{**COMMON, "num_hidden_layers": 5},
+    )  # fmt: skip
+    assert sizes_of(shape).order == (0, 0, 1, 1, 1)

@@ -24,6 +24,7 @@ from rostra.config import Config
 from rostra.hardware.catalogue import device_names, read_cluster
 from rostra.hardware.cluster import Cluster
 from rostra.layout import Layout
+from rostra.models import find_shape
 from rostra.plan.conventions import Conventions
 from rostra.plan.efficiency import Efficiency, typical
 from rostra.plan.job import Job, job_of
@@ -231,7 +232,8 @@ def test_techniques_cost_what_they_should() -> None:
     alone = Layout(1, 64, engine="deepspeed", sharding="full_shard", compute="bf16")
     away = timed(replace(alone, offload_parameters="cpu", offload_optimizer="cpu"), "1xA100")
     assert timed(alone, "1xA100").step < away.step
-    assert away.communication["shard"] > 0
+    assert not away.communication  # one rank, to which the host's link brings its parameters
+    assert away.offload > 0
     second = replace(SHARDED, sharding="shard_grad_op")
     serial = timed(replace(second, engine="deepspeed")).communication["shard"]
     assert serial > 1.5 * timed(second).communication["shard"]
@@ -280,6 +282,18 @@ def test_experts_cost_what_a_row_meets() -> None:
         of=job(2048, family="mixtral", num_local_experts=8, num_experts_per_tok=2, **sizes),
     )
     assert 1.5 * dense.compute < mixed.compute < 2.2 * dense.compute
+
+
+def test_stages_of_experts_are_those_of_the_engine() -> None:
+    """The model of time and that of memory see the layers that the engine gives a rank."""
+    of = job_of(config(2048), find_shape("Qwen/Qwen3-30B-A3B"))
+    alone = Layout(1, 8, compute="bf16", activation_checkpointing="full")
+    staged = replace(alone, pipeline=8, pipeline_schedule="1f1b")
+    most = timed(staged, of=of).recompute / timed(alone, of=of).recompute * of.sizes.depth
+    assert most == pytest.approx(7)
+    memory = MemoryModel(of, read_cluster("8xH100"))(staged)
+    held = 7 * 4 * of.sizes.layers[0][0].numbers
+    assert memory.kinds["parameters"] == pytest.approx(held, rel=1e-4)
 
 
 def test_small_models_wait_for_their_host_unless_compiled() -> None:

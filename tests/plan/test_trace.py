@@ -181,3 +181,18 @@ def test_on_a_gpu_dropout_of_attention_keeps_nothing() -> None:
     plain, drops = shape_of(), shape_of(attention_dropout=0.1)
     assert of(layout, drops, gpu).live == of(layout, plain, gpu).live
     assert of(layout, drops, cpu).live > of(layout, plain, cpu).live
+
+
+def test_experts_keep_half_as_much_in_16_bits() -> None:
+    """Where autocast alone casts: in a pipeline, of whole weights."""
+    shape = AutoConfig.for_model(
+        "mixtral", hidden_size=64, intermediate_size=512, num_attention_heads=4,
+        num_key_value_heads=4, num_hidden_layers=2, num_local_experts=4, vocab_size=256,
+    )  # fmt: skip
+
+    def kept(compute: str) -> int:
+        layout = layout_of(compute=compute, pipeline=2, pipeline_schedule="1f1b", accumulation=2)
+        memory = traced(job_of(config_of(layout), shape), layout, read_cluster("2xL4"))
+        return memory.kinds["activations"]
+
+    assert kept("bf16") == kept("fp16") < 0.7 * kept("fp32")

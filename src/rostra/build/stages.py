@@ -20,6 +20,7 @@ from rostra.build.objective import context_inputs, make_loss, whole_inputs
 from rostra.config import Config
 from rostra.layout import SHARDED, Layout
 from rostra.models import output_head
+from rostra.models.experts import autocast_experts
 from rostra.parallel import Inputs, Mesh, Stage
 from rostra.parallel.activations import checkpoint_activations
 from rostra.parallel.context import split_context
@@ -92,6 +93,8 @@ def place_stage(
     if layout.compile:
         compile_layers(model)
     loss, dtype = make_loss(head, chunk, layout.compile), AUTOCAST.get(layout.compute)
+    if dtype is not None:
+        autocast_experts(model)
     gathers = layout.engine == "deepspeed" and layout.sharding == "full_shard"
     autocast = cast_at_each_use if gathers else torch.autocast
     cast = nullcontext if dtype is None else partial(autocast, mesh.device.type, dtype)

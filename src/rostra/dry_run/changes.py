@@ -14,12 +14,16 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch import _meta_registrations as meta
 from transformers import masking_utils
 
 from rostra.parallel.deepspeed_start import import_deepspeed
 from rostra.parallel.stage import Stage
 
-VERSIONS = {"transformers": ("5", "6"), "deepspeed": ("0.19", "0.20")}  # from, and below
+VERSIONS = {  # from, and below
+    "torch": ("2.11", "2.14"), "transformers": ("5", "6"), "deepspeed": ("0.19", "0.20"),
+}  # fmt: skip
 
 
 @contextmanager
@@ -32,6 +36,22 @@ def masks_as_in_training() -> Iterator[None]:
     """
     known = masking_utils.is_tracing
     with patch.object(masking_utils, "is_tracing", lambda tensor=None: known()):
+        yield
+
+
+@contextmanager
+def grouped_products() -> Iterator[None]:
+    """Within, fake tensors of any type go through products of experts, as real ones do.
+
+    The shapes of `torch._grouped_mm` are told for bfloat16 alone, where its kernels take float32
+    and float16 too (pytorch/pytorch, `_meta_registrations._meta_grouped_mm_common`).
+    """
+
+    def shapes(a: Tensor, b: Tensor, *_: Any, offs: Tensor, out_dtype: Any, **__: Any) -> Tensor:
+        out: Tensor = meta._create_grouped_mm_output_tensor(a, b, offs, out_dtype)
+        return out
+
+    with patch.object(meta, "_meta_grouped_mm_common", shapes):
         yield
 
 

@@ -24,7 +24,7 @@ from rostra.adapt.quantized import quantize_model
 from rostra.batch import Batch
 from rostra.build import build_engine
 from rostra.config import Config
-from rostra.dry_run.changes import deepspeed_alone, masks_as_in_training
+from rostra.dry_run.changes import deepspeed_alone, grouped_products, masks_as_in_training
 from rostra.dry_run.watch import Watch
 from rostra.errors import RequestError
 from rostra.events import Events
@@ -106,7 +106,7 @@ def fake_rank(
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     # of documents apart from each other a mask is made in any case
     masks = nullcontext() if config.data.isolate_documents else masks_as_in_training()
-    with fake_group(rank, layout), masks:
+    with fake_group(rank, layout), masks, grouped_products():
         model = model_on_meta(shape)
         quantize_model(model, config.quantization)
         add_adapter(model, config.adapter)

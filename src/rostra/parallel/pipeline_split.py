@@ -17,6 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from rostra.errors import RequestError
 from rostra.models import bare_layer, create_model, decoder_layers
+from rostra.models.experts import experts_of
 from rostra.models.tiny import tiny_config
 
 
@@ -184,11 +185,8 @@ def layer_costs(model: PreTrainedModel) -> list[float]:
     6 for each parameter that a token meets (Kaplan et al. 2020, arXiv:2001.08361): of experts
     those it is sent to. The head is added to the last layer; an embedding is a look-up.
     """
-    config = model.config.get_text_config()
-    known = ("num_local_experts", "num_experts", "n_routed_experts")
-    experts = next((getattr(config, key) for key in known if getattr(config, key, None)), None)
-    active = getattr(config, "num_experts_per_tok", None)
-    part = active / experts if experts and active else 1.0
+    experts, active = experts_of(model.config)
+    part = active / experts if experts else 1.0
 
     def operations(layer: nn.Module) -> float:
         named = [(n, p.numel()) for n, p in layer.named_parameters() if p.is_floating_point()]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-_CAST, _TRANSPOSED = "ToCopyBackward0", "TBackward0"  # autograd's names
+_CAST, _TRANSPOSED = "ToCopyBackward0", ("TBackward0", "TransposeBackward0")  # autograd's names
 
 
 class _Kept(NamedTuple):
@@ -45,7 +45,7 @@ def cast_at_each_use(device: str, dtype: torch.dtype) -> Iterator[None]:
 
 def _pack(tensor: Tensor) -> _Kept | _Cast:
     node: Any = tensor.grad_fn
-    if node is not None and node.name() == _TRANSPOSED:
+    if node is not None and node.name() in _TRANSPOSED:
         node = node.next_functions[0][0]
     if node is None or node.name() != _CAST:
         return _Kept(tensor.detach(), tensor._version)

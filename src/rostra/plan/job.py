@@ -17,6 +17,7 @@ from rostra.config import Config
 from rostra.errors import RequestError
 from rostra.models import decoder_layers
 from rostra.models.weights import model_on_meta
+from rostra.parallel.pipeline_split import balance, layer_costs
 
 Cut = Literal["columns", "rows", "whole"]
 _CUTS: dict[str, Cut] = {"colwise": "columns", "rowwise": "rows"}
@@ -73,6 +74,8 @@ class Sizes:
     before: int  # numbers beside the token embedding before the layers (learned positions)
     after: int  # numbers beside the head after the layers (the last norm)
     splits: bool  # whether tensor parallelism knows how to cut it
+    order: tuple[int, ...]  # the kind of each layer, as a number in `layers`
+    costs: tuple[float, ...]  # operations of each layer, the head's with the last: `layer_costs`
 
     @cached_property
     def depth(self) -> int:
@@ -86,6 +89,10 @@ class Sizes:
     def parameters(self) -> int:
         body = sum(layer.numbers * count for layer, count in self.layers)
         return body + self.embedding * (1 if self.tied else 2) + self.before + self.after
+
+    def cuts(self, stages: int) -> list[int]:
+        """The stages + 1 borders at which the engine cuts the layers into pipeline stages."""
+        return balance(self.costs, stages)
 
 
 @dataclass(frozen=True)
@@ -130,7 +137,9 @@ def sizes_of(shape: PretrainedConfig) -> Sizes:
     plan = getattr(text, "base_model_tp_plan", None) or {}
     source, head = model.get_input_embeddings(), model.get_output_embeddings()
     layers = decoder_layers(model)
-    kinds = Counter(_layer(module, i, text, plan) for i, module in enumerate(layers))
+    found = [_layer(module, i, text, plan) for i, module in enumerate(layers)]
+    kinds = Counter(found)
+    numbers = {kind: number for number, kind in enumerate(kinds)}
     tied = head is None or head.weight is source.weight
     inside = sum(p.numel() for p in layers.parameters())
     known = source.weight.numel() * (1 if tied else 2)
@@ -158,6 +167,8 @@ def sizes_of(shape: PretrainedConfig) -> Sizes:
         before=positions,
         after=around - positions,
         splits=bool(plan) and set(plan.values()) <= {*_CUTS, "replicated_with_grad_allreduce"},
+        order=tuple(numbers[kind] for kind in found),
+        costs=tuple(layer_costs(model)),
     )
 
 

@@ -232,11 +232,9 @@ class Space:
         if self.table is not None:
             yield self.table.schedule or "1f1b", self.table.stages
             return
-        for schedule in SCHEDULES:
+        for schedule in THIN_SCHEDULES if self.thin else SCHEDULES:
             for stages in STAGES:
-                if pipeline * stages <= self.job.sizes.depth and not (
-                    self.thin and schedule == "gpipe"
-                ):
+                if pipeline * stages <= self.job.sizes.depth:
                     yield schedule, stages
 
     def _offloads(self, engine: str) -> Iterator[tuple[str, str]]:

@@ -22,10 +22,9 @@ from rostra.batch import Batch
 from rostra.dry_run import Watch, fake_group, fake_rank
 from rostra.hardware.cluster import Cluster
 from rostra.layout import Layout
-from rostra.models.weights import model_on_meta
 from rostra.parallel import Engine
 from rostra.parallel.pipeline import actions
-from rostra.parallel.pipeline_split import balance, layer_costs
+from rostra.parallel.pipeline_split import balance
 from rostra.plan.job import Job
 from rostra.plan.memory import MemoryModel
 from rostra.plan.places import Bytes, Marks, Span, extended, peak, replayed, spans
@@ -50,7 +49,7 @@ def traced(job: Job, layout: Layout, cluster: Cluster) -> Memory:
     if layout.compile or (gpu and layout.activation_checkpointing == "offload"):
         return MemoryModel(job, cluster)(layout)
     job = replace(job, shape=_in_kernel(job.shape)) if gpu else job
-    places = _Parts(job.shape, layout).places()
+    places = _Parts(job, layout).places()
     found = [_Trace(job, layout, place, gpu).peak() for place in places]
     kinds = max(found, key=lambda kinds: sum(kinds.values()))
     return Memory(kinds, source="trace")
@@ -70,34 +69,29 @@ def _in_kernel(shape: PretrainedConfig) -> PretrainedConfig:
 class _Parts:
     """How the layers of a model lie on the ranks of a pipeline."""
 
-    shape: PretrainedConfig
+    job: Job
     layout: Layout
 
-    @cached_property
+    @property
     def depth(self) -> int:
-        return int(self.shape.get_text_config().num_hidden_layers)
+        return self.job.sizes.depth
 
     @cached_property
     def period(self) -> int:
         """After so many layers all is as before."""
-        kinds = getattr(self.shape.get_text_config(), "layer_types", None) or [""] * self.depth
+        kinds = getattr(self.job.shape.get_text_config(), "layer_types", None) or [""] * self.depth
         same = (n for n in range(1, self.depth) if kinds[n:] == kinds[:-n])
         kind, _, every = self.layout.activation_checkpointing.partition(":")
         return next(same, self.depth) * (int(every) if kind == "every" else 1)
-
-    @cached_property
-    def _costs(self) -> tuple[float, float]:
-        """Operations of a layer, and of the head."""
-        costs = layer_costs(model_on_meta(with_depth(self.shape, 2)))
-        return costs[0], costs[1] - costs[0]
 
     def own(self, depth: int, place: int) -> list[int]:
         """Layers in each stage of the rank at `place` in the pipeline, of `depth` in all."""
         ranks, stages = self.layout.pipeline, self.layout.stages
         if ranks == 1:
             return [depth]
-        layer, head = self._costs
-        cuts = balance([layer] * (depth - 1) + [layer + head], ranks * stages)
+        *layers, last = self.job.sizes.costs
+        deep = [*layers, *layers[:1] * (depth - self.depth)]
+        cuts = balance([*deep[: depth - 1], last], ranks * stages)
         return [cuts[n * ranks + place + 1] - cuts[n * ranks + place] for n in range(stages)]
 
     def places(self) -> Iterator[int]:
@@ -190,9 +184,9 @@ class _Trace:
 
     def _deep(self, layout: Layout, place: int) -> list[Span]:
         """With as many layers as the rank has, which are traced as fewer."""
-        parts = _Parts(self.job.shape, self.layout)
+        parts = _Parts(self.job, self.layout)
         wanted = parts.own(parts.depth, self.place)
-        depths, times = _Parts(self.job.shape, layout).depths(place, wanted)
+        depths, times = _Parts(self.job, layout).depths(place, wanted)
         found = [self._run(with_depth(self.job.shape, n), layout, place) for n in depths]
         return found[0] if len(found) == 1 else extended(found[0], found[1], times)
 

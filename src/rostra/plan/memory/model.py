@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 from rostra.hardware.cluster import Cluster
 from rostra.layout import Layout
 from rostra.parallel.pipeline import SEVERAL
-from rostra.parallel.pipeline_split import balance
 from rostra.plan.conventions import ROSTRA, Conventions
 from rostra.plan.job import Job
 from rostra.plan.memory.allocator import kept_blocks, outside
@@ -69,7 +68,7 @@ class MemoryModel:
         self.on_gpu = cluster.device.kind == "gpu"
         self._working = Working(job, cluster.device.kind, conventions)
         self._kinds = tuple(layer for layer, _ in job.sizes.layers)
-        self._layers = _in_order(job)  # numbers in `_kinds`
+        self._layers = job.sizes.order  # numbers in `_kinds`
         largest = max((layer.numbers for layer in self._kinds), default=0)
         self._largest = max(largest, job.sizes.embedding)
         self._known: dict[Hashable, Any] = {}
@@ -194,15 +193,9 @@ class MemoryModel:
         count = x.pipeline * x.stages
         if count == 1:
             return tuple(range(len(self._layers)))
-        cuts = self._once(("cuts", count), lambda: balance(self._costs(), count))
+        cuts = self._once(("cuts", count), lambda: self.job.sizes.cuts(count))
         places = range(rank, count, x.pipeline)
         return tuple(i for place in places for i in range(cuts[place], cuts[place + 1]))
-
-    def _costs(self) -> list[float]:
-        """As `rostra.parallel.pipeline_split.layer_costs` has them."""
-        costs = [6.0 * self._kinds[kind].numbers for kind in self._layers]
-        costs[-1] += 6.0 * self.job.sizes.embedding
-        return costs
 
     def _lasting(self, x: Layout, rank: int) -> tuple[Unit, Parts]:
         own = [self._kinds[self._layers[i]] for i in self._split(x, rank)]
@@ -230,10 +223,3 @@ def _peaks(stage: Stage) -> tuple[tuple[float, float, Moment], ...]:
     totals = [complex(sum(moment)) for moment in found]
     sized = [(total.real, total.imag, m) for total, m in zip(totals, found, strict=True)]
     return tuple(highest_of(sized, totals))
-
-
-def _in_order(job: Job) -> tuple[int, ...]:
-    """The kinds of a model's layers by their number, in their order: several spread evenly."""
-    counts = [count for _, count in job.sizes.layers]
-    placed = [((i + 0.5) / count, kind) for kind, count in enumerate(counts) for i in range(count)]
-    return tuple(kind for _, kind in sorted(placed, key=lambda x: x[0]))

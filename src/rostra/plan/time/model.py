@@ -9,7 +9,6 @@ from typing import TypeVar
 
 from rostra.hardware.cluster import Cluster
 from rostra.layout import Layout
-from rostra.parallel.pipeline_split import balance
 from rostra.plan.conventions import ROSTRA, Conventions
 from rostra.plan.efficiency import Efficiency, typical
 from rostra.plan.job import Job
@@ -76,15 +75,16 @@ class TimeModel:
         layer = micro.device + late + tensor + context
         forward = (layer - micro.device) / 3 + micro.forward.device
         depth, heads = self._slowest(layout, micro.around.device / layer)
-        shown = sharding.shown(depth, forward, layer - forward, layout.pipeline > 1)
-        contended = self.efficiency.contention * shown.hidden
-        one = depth * layer + heads * micro.around.device + sharding.copies
-        one += shown.micro + contended
+        pace = depth, forward, layer - forward, layout.pipeline > 1
+        shown = sharding.shown(*pace)
+        sent = sharding.among_ranks().shown(*pace) if sharding.fetch else shown
+        waited, of_ranks = (x.seconds(self.efficiency.contention) for x in (shown, sent))
+        one = depth * layer + heads * micro.around.device + sharding.copies + waited
         bubble = self._bubble(layout, one, depth * micro.weights)
         optimizer, offload = self._update(layout)
         waiting = self._updates.activations(layout, micro.saved, forward, layer - forward)
         of_axis = {
-            self._axis(layout): times * (shown.micro + contended)
+            self._axis(layout): times * of_ranks
             + shown.once
             + self.efficiency.contention * shown.hidden_once,
             "tensor": times * depth * tensor,
@@ -100,7 +100,7 @@ class TimeModel:
             recompute=times * depth * micro.again.device,
             communication={axis: seconds for axis, seconds in of_axis.items() if seconds},
             bubble=bubble,
-            offload=offload + times * depth * waiting,
+            offload=offload + times * (depth * waiting + waited - of_ranks),
             optimizer=optimizer,
             overhead=times * depth * late,
             model_flops=model,
@@ -113,15 +113,13 @@ class TimeModel:
 
     def _slowest(self, layout: Layout, head: float) -> tuple[int, int]:
         """Layers of the slowest rank of the pipeline, and whether the head is with them, which
-        takes as long as `head` layers. The engine cuts by numbers, see `balance`."""
+        takes as long as `head` layers."""
         depth, ranks = self.job.sizes.depth, layout.pipeline
         if ranks == 1:
             return depth, 1
         at = (ranks, layout.stages)
         if at not in self._cuts:
-            costs = [sum(x.numbers * count for x, count in self.job.sizes.layers) / depth] * depth
-            costs[-1] += self.job.sizes.embedding
-            borders = balance(costs, ranks * layout.stages)
+            borders = self.job.sizes.cuts(ranks * layout.stages)
             sizes = [end - start for start, end in pairwise(borders)]
             self._cuts[at] = [sum(sizes[rank::ranks]) for rank in range(ranks)]
         *others, last = self._cuts[at]

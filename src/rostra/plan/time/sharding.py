@@ -1,4 +1,5 @@
-"""What ranks send each other of parameters and gradients, and how much of it shows."""
+"""What ranks send each other of parameters and gradients, or fetch from their host, and how much
+of it shows."""
 
 from __future__ import annotations
 
@@ -28,14 +29,20 @@ class Shown:
     once: float = 0.0
     hidden_once: float = 0.0
 
+    def seconds(self, contention: float) -> float:
+        """That a micro batch takes longer: what shows, and what hidden ones slow."""
+        return self.micro + contention * self.hidden
+
 
 @dataclass(frozen=True)
 class Sharding:
-    """Seconds of the collectives of a rank's parameters, and of copying them."""
+    """Seconds of the collectives of a rank's parameters, of fetching and of copying them."""
 
     copies: float  # of casts and copies of parameters and gradients, a micro batch
     gather: float = 0.0  # of a layer
     again: float = 0.0  # of a layer, for the backward pass
+    fetch: float = 0.0  # of a rank's part of a layer, from the host or NVMe, before its gather
+    fetch_again: float = 0.0
     reduce: float = 0.0  # of a layer's gradients
     root_gather: float = 0.0  # of all that is no layer
     root_reduce: float = 0.0
@@ -44,6 +51,10 @@ class Sharding:
     after: float = 0.0  # of the parameters that are gathered after the optimizer's step
     ahead: bool = False  # and go on in the next forward pass
     beside: bool = True  # gradients are reduced while others are computed
+
+    def among_ranks(self) -> Sharding:
+        """Without what comes from the host."""
+        return replace(self, fetch=0.0, fetch_again=0.0)
 
     def shown(self, depth: float, forward: float, backward: float, pipeline: bool) -> Shown:
         """With `depth` layers that take `forward` and `backward` seconds.
@@ -58,9 +69,10 @@ class Sharding:
             shown = max(self.last, self.once - depth * backward * self.beside)
             return Shown(once=shown + after, hidden_once=self.once + self.after - shown - after)
         down, root = (0.0, 0.0) if pipeline else (self.reduce, self.root_reduce)
-        into = max(0.0, self.gather - forward) * (depth - 1) + self.gather + self.root_gather
-        out = max(0.0, self.again + down - backward * self.beside) * depth + down + root
-        total = depth * (self.gather + self.again + down) + self.root_gather + root
+        gather, again = self.gather + self.fetch, self.again + self.fetch_again
+        into = max(0.0, gather - forward) * (depth - 1) + gather + self.root_gather
+        out = max(0.0, again + down - backward * self.beside) * depth + down + root
+        total = depth * (gather + again + down) + self.root_gather + root
         once = depth * self.reduce + self.root_reduce if pipeline else 0.0
         return Shown(into + out, max(0.0, total - into - out), once + after)
 
@@ -110,13 +122,15 @@ class ShardingTimes:
         half = layout.compute == "fp8" and self.conventions.half_gathers
         wire = STORED.get(layout.quantization) or (1 if half else computed)
         gather = within.all_gather(wire * layer)
-        if away:
-            held = wire if frozen or layout.engine == "deepspeed" else 4
-            gather += self._up(layout, held * layer / parts)
+        held = wire if frozen or layout.engine == "deepspeed" else 4
+        fetch = self._up(layout, held * layer / parts) if away else 0.0
+        twice = layout.sharding != "shard_grad_op"
         return Sharding(
             copies,
             gather,
-            again=0.0 if layout.sharding == "shard_grad_op" else gather,
+            again=gather * twice,
+            fetch=fetch,
+            fetch_again=fetch * twice,
             reduce=reduce,
             root_gather=within.all_gather(computed * root),
             root_reduce=0.0 if frozen else root_reduce,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from rostra.models.experts import experts_of
 from rostra.parallel.activations import PARTS
 from rostra.plan.conventions import Conventions
 from rostra.plan.job import Job, Layer, Linear
@@ -45,8 +46,7 @@ class Work:
     def __init__(self, job: Job, conventions: Conventions) -> None:
         self.job, self.conventions = job, conventions
         text = job.shape.get_text_config()
-        self.experts = getattr(text, "num_local_experts", 0) or getattr(text, "num_experts", 0) or 0
-        self.active = getattr(text, "num_experts_per_tok", 0) or 0
+        self.experts, self.active = experts_of(text)
         self.expert_size = getattr(text, "moe_intermediate_size", 0) or job.sizes.intermediate
         self.rms = getattr(text, "rms_norm_eps", None) is not None
         named = getattr(text, "hidden_act", None) or getattr(text, "activation_function", None)
