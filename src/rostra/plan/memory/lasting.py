@@ -65,6 +65,7 @@ class Units:
     around: Unit  # what is gathered beside it
     embedding: Unit
     under_way: float = 0.0  # numbers of two buckets, where every rank has all gradients
+    split: float = 0.0  # numbers that train, of layers whose backward pass may have two parts
 
 
 _unit_fields = attrgetter(
@@ -111,7 +112,9 @@ def units(
     matrices = [*weights.embedding()] * first
     matrices += [m for layer_ in own for m in weights.layer(layer_)]
     matrices += [*weights.after(), *(weights.head() if has_head else [])] * last
-    return Units(everything, layer, around, embedding, under_way(matrices, x.tensor))
+    # the model's first stage goes back in one
+    split = inside.trained_part * (1 - 1 / x.stages if first else 1)
+    return Units(everything, layer, around, embedding, under_way(matrices, x.tensor), split)
 
 
 def lasting(job: Job, x: Layout, of: Units, way: Conventions, on_gpu: bool) -> tuple[Unit, Parts]:
@@ -139,9 +142,12 @@ def held(x: Layout, all_: Unit) -> Unit:
 
 
 def _whole(x: Layout, of: Units) -> Parts:
-    """The whole model on every rank: gradients lie in buckets, all through the step."""
+    """The whole model on every rank: gradients lie in buckets, all through the step; under zero
+    bubble those of layers lie beside these too, as its second part runs no hooks of theirs."""
     grid = x.world_size > 1
     gradients = 0.0 if x.optimizer_in_backward else FLOAT * of.everything.trained_part
+    if x.pipeline_schedule == "zero_bubble":
+        gradients += FLOAT * of.split
     sent = grid and (x.reduction != "fp32" or x.sharding == "zero1")
     return Parts(
         is_collected(x),
