@@ -292,7 +292,7 @@ def plan(
     asked = Request(model, method, length, global_batch, tokens, tuple(overrides))
     job, notes = asked.job(config, cluster.devices)
     limits = Limits(positions=POSITIONS) if cluster.device.kind == "cpu" else None
-    return explain(make_plan(job, cluster, allow, goal, limits, trace, notes))
+    return explain(make_plan(job, cluster, allow, goal, limits, "always" if trace else None, notes))
 
 
 def migrate(source: str | Path, output: str | Path | None = None, ranks: int = 1) -> Translation:

@@ -62,13 +62,15 @@ def effects(plan: Plan) -> list[Effect]:
         return []
     found = []
     chosen = plan.chosen
-    job = _job_of(plan, chosen.layout)
+    number = _variant_of(plan, chosen.layout)
+    job = plan.jobs[number]
+    base = plan.memory_of(job, plan.cluster, number)(chosen.layout).peak  # beside others untraced
     for name, used, other, variant in _neighbours(job, chosen.layout):
         if reason := _refused(plan, other):
             found.append(Effect(name, used, None, reason=reason))
             continue
-        candidate = assess(variant, plan.cluster, other)
-        base = assess(job, plan.cluster, chosen.layout).memory.peak  # formula beside formula
+        memory = plan.memory_of(variant, plan.cluster, number)(other)
+        candidate = assess(variant, plan.cluster, other, memory)
         found.append(
             Effect(
                 name,
@@ -94,14 +96,14 @@ def _refused(plan: Plan, layout: Layout) -> str | None:
     return None
 
 
-def _job_of(plan: Plan, layout: Layout) -> Job:
-    """The job with the techniques that `layout` uses."""
+def _variant_of(plan: Plan, layout: Layout) -> int:
+    """The number of the job with the techniques that `layout` uses."""
     names = ("adapter", "quantization", "optimizer_states", "compute", "reduction")
-    for job in plan.jobs:
+    for number, job in enumerate(plan.jobs):
         settled = Space(job, plan.cluster).settled
         if all(settled[name] == getattr(layout, name) for name in names):
-            return job
-    return plan.job
+            return number
+    return 0
 
 
 def _neighbours(job: Job, layout: Layout) -> Iterator[tuple[str, bool, Layout, Job]]:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 from typing import Any
-
-import torch.distributed as dist
 
 from rostra.hardware import Cluster
 from rostra.layout import Layout
@@ -17,10 +14,11 @@ from rostra.plan.job import Job
 from rostra.plan.memory import MemoryModel
 from rostra.plan.results import Candidate, Memory, Time
 from rostra.plan.scaled import ScaledMemory
-from rostra.plan.search import GOALS, Entry, Found, Goal, Miss, Models, Room, search, simplicity
+from rostra.plan.search import GOALS, Entry, Found, Goal, Miss, Models, Room, search
 from rostra.plan.space import Limits, Space
 from rostra.plan.techniques import Technique, techniques_of, variants
 from rostra.plan.time import TimeModel
+from rostra.plan.traces import Traces, When
 
 # Share of the memory that a plan leaves free: what formulas may err by, and, where the device is
 # the host, what else lives there.
@@ -28,7 +26,6 @@ SPARE = {"gpu": 0.03, "cpu": 0.1}
 HOST_SPARE = 0.1
 SHOWN = 6  # strategies beside the chosen one
 FEW = 2  # of them, where none is a trade
-_TRACES = 4  # layouts that are traced before the rest is left to the formulas
 
 
 @dataclass(frozen=True)
@@ -41,9 +38,11 @@ class Plan:
     allowed: tuple[Technique, ...]
     jobs: tuple[Job, ...]  # with each set of techniques that was looked at; the job's own first
     models: tuple[Models, ...]  # of each
+    memories: tuple[ScaledMemory, ...]  # those of `models`
     found: Found
     room: Room
     search_seconds: float
+    traces: Traces | None  # None: none were asked for
     chosen: Candidate | None
     narrowly: Candidate | None = None  # better by the goal, by too little for what it is made of
     alternatives: tuple[Candidate, ...] = ()  # the best layouts of other strategies
@@ -71,6 +70,10 @@ class Plan:
         job, models, layout = self.jobs[entry.variant], self.models[entry.variant], entry.layout
         return assess(job, self.cluster, layout, models.memory(layout), models.time(layout))
 
+    def memory_of(self, job: Job, cluster: Cluster, variant: int = 0) -> ScaledMemory:
+        """The memory of another job, by formulas and what traces of this one taught."""
+        return self.memories[variant].like(MemoryModel(job, cluster))
+
     def to_dict(self) -> dict[str, Any]:
         best: dict[str, Any] = {
             goal: None if (x := self.best(goal)) is None else x.to_dict() for goal in GOALS
@@ -83,6 +86,7 @@ class Plan:
             "considered": self.considered,
             "fitting": self.found.fitting,
             "search_seconds": self.search_seconds,
+            "traces": None if self.traces is None else self.traces.to_dict(),
             "alternatives": [x.to_dict() for x in self.alternatives],
             **best,
             "front": [
@@ -90,7 +94,7 @@ class Plan:
                     "layout": x.layout.to_dict(),
                     "step_seconds": x.seconds,
                     "ranks": x.ranks,
-                    "peak_bytes": x.peak,
+                    "peak_bytes": self.candidate(x).memory.peak,
                 }
                 for x in sorted(front, key=lambda x: x.by("fastest"))
             ],
@@ -122,46 +126,50 @@ def make_plan(
     allow: Iterable[str] = (),
     goal: Goal = "fastest",
     limits: Limits | None = None,
-    trace: bool = False,
+    trace: When | None = None,
     notes: Sequence[str] = (),
 ) -> Plan:
     """Search every layout that the config leaves open, and choose by `goal` the best, in which
     each part has to earn its place (`rostra.plan.choice`).
 
     `allow` names techniques that may be used beside (see `rostra.plan.techniques`). With `trace`,
-    the memory of the choice is checked by running its engine on fake tensors, where that can be
-    done, and a choice that this refutes is replaced; of a family that no formula knows, traces
-    scale what the formulas say of the others too. Raises RequestError for unknown techniques.
+    the memory of the choice is checked by running its engine on fake tensors (see
+    `rostra.plan.traces`), where that can be done. What a trace refutes, and what it teaches of a
+    family that no formula knows, the search takes up: it begins anew. Raises RequestError for
+    unknown techniques.
     """
-    began = time.perf_counter()
     allowed = techniques_of(allow)
     asked = list(variants(job.config, allowed))
     jobs = tuple(replace(job, config=changed) for _, changed in asked)
-    room, trace = room_of(cluster), trace and not dist.is_initialized()
-    limits = replace(limits or Limits(), thin=len(jobs) > 1)
-    memories = [ScaledMemory(MemoryModel(variant, cluster)) for variant in jobs]
+    room, limits = room_of(cluster), replace(limits or Limits(), thin=len(jobs) > 1)
+    memories = tuple(ScaledMemory(MemoryModel(variant, cluster)) for variant in jobs)
     models = tuple(
         Models(memory, TimeModel(variant, cluster), room, number, len(used))
         for number, (memory, variant, (used, _)) in enumerate(
             zip(memories, jobs, asked, strict=True)
         )
     )
-    for _ in range(_TRACES):
-        found = Found()
+    traces = None if trace is None else Traces(trace)
+    while True:
+        began, found = time.perf_counter(), Found()
         for variant, each in zip(jobs, models, strict=True):
             search(Space(variant, cluster, limits).blocks(), each, found)
         plan = Plan(
             job=job, cluster=cluster, goal=goal, allowed=allowed, jobs=jobs, models=models,
-            found=found, room=room, search_seconds=time.perf_counter() - began, chosen=None,
-            notes=tuple(notes),
+            memories=memories, found=found, room=room, traces=traces, chosen=None,
+            search_seconds=time.perf_counter() - began, notes=tuple(notes),
         )  # fmt: skip
-        if not trace or not _learns(plan, memories):
-            break
-    choice = _choose(plan, trace)
-    if choice is None:
+        if traces is None or not _learns(plan, traces):
+            return _decided(plan)
+
+
+def _decided(plan: Plan) -> Plan:
+    """With its choice, if something fits, and what is shown beside."""
+    entry, best = choose(plan.found.bests.values(), plan.goal), plan.found.best(plan.goal)
+    if entry is None or best is None:
         return plan
-    chosen, best = choice
-    shown = _others(found, goal, chosen)[:SHOWN]
+    chosen = plan.candidate(entry)
+    shown = _others(plan.found, plan.goal, chosen)[:SHOWN]
     return replace(
         plan,
         chosen=chosen,
@@ -170,19 +178,42 @@ def make_plan(
     )
 
 
-def _learns(plan: Plan, memories: Sequence[ScaledMemory]) -> bool:
-    """Whether a trace of what the search would take taught something of an unknown family."""
-    entry = choose(plan.found.bests.values(), plan.goal) or plan.found.nearest()
-    if entry is None or memories[entry.variant].known:
-        return False
-    memory, layout = memories[entry.variant], entry.layout
-    if memory.learned(layout):
-        return False
-    trace = _trace(plan.jobs[entry.variant], layout, plan.cluster)
-    if trace is None or trace.source != "trace":
-        return False
-    memory.learn(layout, trace)
-    return True
+def _learns(plan: Plan, traces: Traces) -> bool:
+    """Trace what the plan would take: whether that teaches what another search may answer to."""
+    while (entry := _to_trace(plan, traces)) is not None:
+        memory = plan.memories[entry.variant]
+        job = plan.jobs[entry.variant]
+        refuted = traces.refutes(entry, job, plan.cluster, memory, plan.room)
+        if refuted is not None:
+            return refuted or not memory.known
+    return False
+
+
+def _to_trace(plan: Plan, traces: Traces) -> Entry | Miss | None:
+    """What the plan would take, unless it was traced. Where it cannot be, and no formula knows
+    the family, the best of another strategy, with the same checkpointing."""
+    found, goal = plan.found, plan.goal
+    first = choose(found.bests.values(), goal) or found.nearest()
+    if first is None or not traces.left:
+        return None
+    memory, all_fit = plan.memories[first.variant], found.fitting == found.considered
+    idle = memory.known and isinstance(first, Miss)  # formulas have decided
+    if idle or memory.traced(first.layout) or not traces.wanted(first, memory, plan.room, all_fit):
+        return None
+    if traces.possible(first, memory):
+        return first
+    mode = memory.twin(first.layout).activation_checkpointing
+    if memory.known or memory.taught(mode):
+        return None
+    alike = [
+        replace(x, layout=replace(x.layout, activation_checkpointing=mode))
+        for x in found.kinds.values()
+    ]
+    left = [x for x in alike if traces.possible(x, memory)]
+    misses = [x for x in left if isinstance(x, Miss)]
+    return choose([x for x in left if isinstance(x, Entry)], goal) or min(
+        misses, key=lambda x: x.shortage, default=None
+    )
 
 
 def _others(found: Found, goal: Goal, chosen: Candidate) -> list[Entry]:
@@ -203,47 +234,6 @@ def _others(found: Found, goal: Goal, chosen: Candidate) -> list[Entry]:
             trades.append(values)
             kept.append(x)
     return sorted(kept, key=lambda x: x.by(goal)) or rest[:FEW]
-
-
-def _choose(plan: Plan, trace: bool) -> tuple[Candidate, Entry] | None:
-    """The plan's choice whose trace, if it can be made, finds room for it too, and the best by
-    the goal itself of those that were left to choose from."""
-    found = plan.found
-    strategies = [x for x in found.kinds.values() if isinstance(x, Entry)]
-    left = {*found.bests.values(), *found.front, *strategies}
-    for traces in count():
-        if (entry := choose(left, plan.goal)) is None:
-            return None
-        candidate = plan.candidate(entry)
-        best = min(left, key=lambda x: (x.by(plan.goal), simplicity(x.layout)))
-        if not trace or traces == _TRACES:
-            return candidate, best
-        memory = _traced(plan.jobs[entry.variant], entry.layout, plan.cluster, candidate.memory)
-        if not plan.room.shortage(memory, entry.ranks):
-            return replace(candidate, memory=memory), best
-        # the formulas gave so many bytes for what does not fit
-        left = {x for x in left if x.peak < entry.peak}
-    return None
-
-
-def _traced(job: Job, layout: Layout, cluster: Cluster, formula: Memory) -> Memory:
-    """The trace of a layout; what no trace tells (host, loading, saving) is the formulas'."""
-    memory = _trace(job, layout, cluster)
-    if memory is None:
-        return formula
-    names = ("host", "nvme", "loading", "loading_host", "saving", "saving_host")
-    more = {name: getattr(memory, name) or getattr(formula, name) for name in names}
-    reserved = memory.kinds.get("reserved") or formula.kinds.get("reserved", 0)
-    return replace(memory, kinds={**memory.kinds, "reserved": reserved}, **more)
-
-
-def _trace(job: Job, layout: Layout, cluster: Cluster) -> Memory | None:
-    from rostra.plan.trace import traced  # the engine comes with it, which no search needs
-
-    try:
-        return traced(job, layout, cluster)
-    except Exception:  # whatever an engine needs that is not here: the formulas stand
-        return None
 
 
 def assess(

@@ -37,8 +37,8 @@ class Memory:
     loading_host: int = 0
     saving: int = 0  # on the device, at the peak while a checkpoint is saved
     saving_host: int = 0
-    # Or "linears": of an unknown family, by its matrices; "scaled": these, as traces of others of
-    # its layouts showed; "trace".
+    # Or "linears": of an unknown family, by its matrices; "scaled": either, as traces of other
+    # layouts showed; "trace".
     source: str = "formula"
 
     @property

@@ -14,7 +14,14 @@ from rostra.plan.axes import choose_axes
 from rostra.plan.planner import Plan
 from rostra.plan.results import Memory
 from rostra.plan.search import Room
-from rostra.plan.words import words
+from rostra.plan.words import untraced, words
+
+_NEEDS = {  # by where that comes from
+    "formula": "needs",
+    "linears": "needs, by its matrices alone,",
+    "scaled": "needs, as traces of others show,",
+    "trace": "needs, as its trace shows,",
+}
 
 
 def shortage_told(plan: Plan) -> str:
@@ -29,8 +36,9 @@ def shortage_told(plan: Plan) -> str:
     memory, samples = plan.candidate(miss).memory, miss.layout.micro_batch
     return (
         f"no layout fits {where}: of {plan.considered:,} the nearest ({words(miss.layout)}; "
-        f"{samples} sample{'s' * (samples > 1)} at once) needs "
+        f"{samples} sample{'s' * (samples > 1)} at once) {_NEEDS[memory.source]} "
         f"{' and '.join(_lacking(plan.room, memory, miss.layout.world_size))}"
+        f"{untraced(plan, miss.layout)}"
     )
 
 

@@ -15,12 +15,12 @@ from rostra.errors import RequestError
 from rostra.hardware import Cluster, device_names, read_cluster
 from rostra.plan.choice import choose
 from rostra.plan.job import Job
-from rostra.plan.memory import MemoryModel
 from rostra.plan.planner import Plan, assess, room_of
 from rostra.plan.results import Candidate, Time
 from rostra.plan.search import Entry, Miss, Models, kind_of, parts_of, search
 from rostra.plan.space import Limits, Space
 from rostra.plan.techniques import TECHNIQUES, adds
+from rostra.plan.traces import Traces
 from rostra.plan.words import amount, words
 
 SHORTEST = 256  # positions; shorter samples are no longer the same work
@@ -113,12 +113,14 @@ class Way:
 
 def ways_to_fit(plan: Plan, most: int = 5) -> list[Way]:
     """The least changes of a plan's request after which something fits: single ones, or, where
-    none is enough, two together. Of one sort of change the smallest that is enough is told."""
+    none is enough, two together. Of one sort of change the smallest that is enough is told.
+    Where the plan was traced, a way that formulas are in doubt of is too, before it is told."""
     sorts = [list(sort) for sort in _sorts(plan)]
-    single = [way for sort in sorts if (way := _first(plan, [(x,) for x in sort]))]
+    traces = None if plan.traces is None else Traces("in doubt")
+    single = [way for sort in sorts if (way := _first(plan, [(x,) for x in sort], traces))]
     if single:
         return single[:most]
-    double = [_first(plan, _pairs(*two)) for two in combinations(sorts, 2)]
+    double = [_first(plan, _pairs(*two), traces) for two in combinations(sorts, 2)]
     return [way for way in double if way is not None][:most]
 
 
@@ -128,26 +130,36 @@ def _pairs(one: list[Change], other: list[Change]) -> list[tuple[Change, ...]]:
     return [pair for _, pair in sorted(weighed, key=lambda x: x[0])]
 
 
-def _first(plan: Plan, tries: list[tuple[Change, ...]]) -> Way | None:
+def _first(plan: Plan, tries: list[tuple[Change, ...]], traces: Traces | None) -> Way | None:
     for changes in tries:
         asked: tuple[Job, Cluster] | None = (plan.job, plan.cluster)
         for change in changes:
             asked = change.apply(*asked) if asked is not None else None
-        if asked is not None and (candidate := fitting(*asked)) is not None:
+        if asked is not None and (candidate := fitting(plan, *asked, traces)) is not None:
             return Way(changes, candidate, asked[1])
     return None
 
 
-def fitting(job: Job, cluster: Cluster) -> Candidate | None:
-    """A layout of `job` that fits all of `cluster`, if any does: one of the simplest."""
+def fitting(
+    plan: Plan, job: Job, cluster: Cluster, traces: Traces | None = None
+) -> Candidate | None:
+    """A layout of `job` that fits all of `cluster`, if any does: one of the simplest. By what
+    traces taught in `plan`, and by a trace of its own where `traces` has it so."""
     one = None if job.config.memory.optimizer_in_backward else 1  # sample at once: the least
     limits = Limits(ranks=cluster.devices, compile=False, positions=one)
-    models = Models(MemoryModel(job, cluster), lambda _: _NO_TIME, room_of(cluster))
+    room, memory = room_of(cluster), plan.memory_of(job, cluster)
+    models = Models(memory, lambda _: _NO_TIME, room)
     blocks = Space(job, cluster, limits).blocks()
     for block in sorted(blocks, key=lambda x: parts_of(x.frames[0].layout(1, 1))):
-        found = search([block], models)
-        if (entry := choose(found.bests.values(), "fewest")) is not None:
-            return assess(job, cluster, entry.layout)
+        while (entry := choose(search([block], models).bests.values(), "fewest")) is not None:
+            if (
+                traces is None
+                or not traces.left
+                or not traces.wanted(entry, memory, room, all_fit=True)
+                or not traces.possible(entry, memory)
+                or not traces.refutes(entry, job, cluster, memory, room)
+            ):
+                return assess(job, cluster, entry.layout, memory(entry.layout))
     return None
 
 

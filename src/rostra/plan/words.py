@@ -19,6 +19,13 @@ _SETTLED = (
     "optimizer_in_backward",
 )  # fmt: skip
 
+SOURCES = {
+    "formula": "by formulas",
+    "linears": "by its matrices alone",
+    "scaled": "by formulas, scaled as traces of others showed",
+    "trace": "checked by a trace",
+}
+
 
 def words(layout: Layout) -> str:
     """A layout in a line, `full_shard 4, tensor 2, full checkpointing`: how the work is split,
@@ -118,11 +125,23 @@ def headline(plan: Plan) -> list[str]:
 def counts(plan: Plan) -> str:
     """How the choice was made."""
     assert plan.chosen is not None
-    source = "checked by a trace" if plan.chosen.memory.source == "trace" else "by formulas"
     return (
         f"{plan.considered:,} layouts considered in {plan.search_seconds:.1f} s, "
-        f"{plan.found.fitting:,} of them fit. The first is {_choice(plan)}. Its memory is {source}"
+        f"{plan.found.fitting:,} of them fit. The first is {_choice(plan)}. Its memory is "
+        f"{SOURCES[plan.chosen.memory.source]}{untraced(plan, plan.chosen.layout)}"
     )
+
+
+def untraced(plan: Plan, layout: Layout) -> str:
+    """Why `layout` was not traced, where that was tried: what to put behind its memory."""
+    traces = plan.traces
+    if traces is None or any(memory.traced(layout) for memory in plan.memories):
+        return ""
+    if why := traces.why_not(layout):
+        return f"; a trace failed: {why}"
+    if not traces.left:
+        return f"; {traces.made} traces each changed the choice, and no more were made"
+    return ""
 
 
 def _choice(plan: Plan) -> str:

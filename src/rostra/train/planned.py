@@ -54,9 +54,11 @@ def plan_run(start: Start, notice: Callable[[str], None]) -> tuple[Layout, Plan 
     )
     try:
         job, cluster = _job(start, sound), _cluster(start, notice)
-        plan = make_plan(job, cluster, limits=limits)
-        if start.before is not None and (kept := _kept(start.before, job, cluster, limits)):
+        kept = None if start.before is None else _kept(start.before, job, cluster, limits)
+        if kept is not None:
+            plan = make_plan(job, cluster, limits=limits)
             return kept, replace(plan, chosen=assess(job, cluster, kept))
+        plan = make_plan(job, cluster, limits=limits, trace="in doubt")
         if plan.chosen is None:
             plan = _unfitting(plan, sound, notice)
     except NoLayoutFits:
@@ -98,4 +100,5 @@ def _unfitting(plan: Plan, sound: Layout, notice: Callable[[str], None]) -> Plan
                 "`parallel` and `train.micro_batch_size` fix is tried whatever the plan says"
             )
         notice(f"{shortage_told(plan)}; trying it all the same, as the config fixes the layout")
-    return replace(plan, chosen=assess(plan.job, plan.cluster, sound))
+    memory = plan.memory_of(plan.job, plan.cluster)(sound)
+    return replace(plan, chosen=assess(plan.job, plan.cluster, sound, memory))
