@@ -90,6 +90,17 @@ def test_each_technique_says_what_it_saves_and_costs(one: dict[str, Any]) -> Non
     assert told["lora"]["memory_bytes"] < 0  # no gradients and states of weights
 
 
+def test_why_not_names_what_a_strategy_uses_and_no_money_below_a_cent() -> None:
+    asked = ("--hardware", "2xL4", "--length", "512", "--allow", "lora,qlora")
+    found = planned("--model", "gpt2", *asked)
+    used = [set(x["strategy"].split(", ")) & {"lora", "qlora"} for x in found["why_not"]]
+    assert {frozenset(x) for x in used} == {frozenset(), frozenset({"lora"}), frozenset({"qlora"})}
+    assert not [x for x in found["why_not"] if "0.00" in x["reason"]]
+    for x in (found["chosen"], *found["alternatives"]):
+        assert x["peak_bytes"] >= x["memory_bytes"]["total"]
+        assert x["host_peak_bytes"] >= x["host_memory_bytes"]
+
+
 def test_the_page_stands_alone(tmp_path: Path) -> None:
     path = tmp_path / "plan.html"
     planned("--model", "gpt2", "--hardware", "L4", "--length", "512", "--html", path)

@@ -20,6 +20,7 @@ from rostra.memory import measure
 from rostra.models.weights import SeededWeights, model_on_meta
 from rostra.plan import trace
 from rostra.plan.job import job_of
+from rostra.plan.memory import MemoryModel
 from rostra.plan.results import Memory
 from rostra.plan.trace import traced
 
@@ -196,3 +197,17 @@ def test_experts_keep_half_as_much_in_16_bits() -> None:
         return memory.kinds["activations"]
 
     assert kept("bf16") == kept("fp16") < 0.7 * kept("fp32")
+
+
+@pytest.mark.parametrize("places", ["nvme nvme", "none nvme", "cpu cpu", "none cpu"])
+def test_what_deepspeed_moves_off_a_gpu_the_formulas_tell(places: str) -> None:
+    """A CPU is its own host, and nothing is written on a disk."""
+    parameters, optimizer = places.split()
+    layout = layout_of(
+        engine="deepspeed", shard=2, sharding="full_shard",
+        offload_parameters=parameters, offload_optimizer=optimizer,
+    )  # fmt: skip
+    shape, cluster = shape_of(), read_cluster("2xRTX-4090")
+    found = of(layout, shape, cluster)
+    assert found == MemoryModel(job_of(config_of(layout), shape), cluster)(layout)
+    assert found.source == "formula"

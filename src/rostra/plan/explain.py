@@ -175,7 +175,8 @@ class Explanation:
     @property
     def config(self) -> list[str]:
         """The chosen layout as lines of a config."""
-        return [] if self.plan.chosen is None else in_yaml(self.plan.chosen.layout)
+        folder = self.plan.job.config.memory.offload.path
+        return [] if self.plan.chosen is None else in_yaml(self.plan.chosen.layout, folder)
 
     def to_dict(self) -> dict[str, Any]:
         return {

@@ -12,9 +12,9 @@ from rostra.errors import RequestError
 from rostra.plan.choice import about_beats
 from rostra.plan.explain import Explanation
 from rostra.plan.planner import Plan
-from rostra.plan.results import KINDS, Candidate
+from rostra.plan.results import Candidate
 from rostra.plan.shortage import shortage_told
-from rostra.plan.words import counts, headline, rows_of, words
+from rostra.plan.words import counts, elsewhere, headline, kinds_of, rows_of, words
 
 TRADES = 12  # rows
 VERDICTS = 12  # rows that are seen before the rest is asked for
@@ -49,7 +49,7 @@ def page(told: Explanation) -> str:
             _bar(x, row["layout"], plan.cluster.device.memory_bytes)
             for x, row in zip(shown, rows, strict=True)
         ],
-        kinds=_kinds(shown),
+        kinds=kinds_of(shown),
         front=rows_of(plan, _trades(plan)),
         effects=[] if chosen is None else [x.in_words(chosen.time.step) for x in told.effects],
         why_not=(told.why_not[:VERDICTS], told.why_not[VERDICTS:]),
@@ -73,14 +73,15 @@ def _values(x: Candidate) -> tuple[float, int, int]:
     return x.time.step, x.layout.world_size, x.memory.peak
 
 
-def _kinds(shown: list[Candidate]) -> list[str]:
-    """Those that some bar shows."""
-    return [kind for kind in KINDS if any(x.memory.kinds.get(kind) for x in shown)]
-
-
 def _bar(x: Candidate, name: str, room: int) -> dict[str, Any]:
     """A stacked bar over the memory of a device: parts with their share of it in per cent."""
-    sizes = {kind: size for kind in KINDS if (size := x.memory.kinds.get(kind, 0))}
+    sizes = {kind: x.memory.peak_kinds[kind] for kind in kinds_of([x])}
     parts = [{"kind": k, "bytes": n, "share": 100 * n / room} for k, n in sizes.items()]
     told = ", ".join(f"{kind} {decimal(size)}" for kind, size in sizes.items())
-    return {"layout": name, "parts": parts, "told": told, "peak": x.memory.peak}
+    return {
+        "layout": name,
+        "parts": parts,
+        "told": told,
+        "peak": x.memory.peak,
+        "elsewhere": elsewhere(x),
+    }

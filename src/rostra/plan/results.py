@@ -19,6 +19,9 @@ KINDS = (
     "communication",  # buffers of collectives; DeepSpeed's buckets
     "reserved",  # what the allocator rounds up and keeps, the device's context, libraries
 )
+# Beside them, where it is more than a step's: what is there while the model is loaded, or a
+# checkpoint saved.
+OUTSIDE = ("loading", "saving")
 LASTING = ("parameters", "quantization", "optimizer")  # of them, from step to step
 
 
@@ -53,6 +56,13 @@ class Memory:
     def peak(self) -> int:
         """What the device must have: of the step, of loading and of saving, the most."""
         return max(self.total, max(self.loading, self.saving) + self.kinds.get("reserved", 0))
+
+    @property
+    def peak_kinds(self) -> dict[str, int]:
+        """`peak` by kind: a step's, and what loading, or saving, needs beyond it."""
+        more = self.peak - self.total
+        kind = OUTSIDE[self.saving > self.loading]
+        return {**self.kinds, kind: more} if more else self.kinds
 
     @property
     def host_peak(self) -> int:
@@ -91,7 +101,9 @@ class Time:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with what it needs and what it does."""
+    """A layout with what it needs and what it does. In its dict `memory_bytes`,
+    `live_memory_bytes` and `host_memory_bytes` are of a step; `peak_bytes` and `host_peak_bytes`
+    are what must be there, for loading and saving too, and what a plan goes by."""
 
     layout: Layout
     memory: Memory
@@ -109,7 +121,11 @@ class Candidate:
             "layout": self.layout.to_dict(),
             "memory_bytes": memory,
             "live_memory_bytes": self.memory.live,
+            "peak_bytes": self.memory.peak,
+            "loading_bytes": self.memory.loading,
+            "saving_bytes": self.memory.saving,
             "host_memory_bytes": self.memory.host,
+            "host_peak_bytes": self.memory.host_peak,
             "nvme_bytes": self.memory.nvme,
             "memory_source": self.memory.source,
             "step_seconds": self.time.step,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from rich.columns import Columns
 from rich.console import Console, Group
 from rich.filesize import decimal
 from rich.padding import Padding
@@ -13,9 +14,9 @@ from rich.text import Text
 
 from rostra.plan.explain import Explanation
 from rostra.plan.planner import Plan
-from rostra.plan.results import KINDS, Candidate
+from rostra.plan.results import KINDS, OUTSIDE, Candidate
 from rostra.plan.verdict import Verdict, Way
-from rostra.plan.words import counts, headline, rows_of, words
+from rostra.plan.words import TOLD, counts, elsewhere, headline, kinds_of, rows_of, words
 
 BAR = 48  # characters for all of a device's memory
 BARS = 4  # layouts whose memory is drawn
@@ -23,12 +24,14 @@ MISSES = 6  # strategies that do not fit, told by name
 COLOURS = {
     "parameters": "blue", "quantization": "cyan", "gradients": "green", "optimizer": "yellow",
     "activations": "red", "logits": "magenta", "gathered": "bright_blue",
-    "communication": "bright_green", "reserved": "white",
+    "communication": "bright_green", "reserved": "white", "loading": "bright_magenta",
+    "saving": "bright_yellow",
 }  # fmt: skip
 # In a place without colours, a letter of the kind fills its part of the bar.
 LETTERS = {
     "parameters": "P", "quantization": "Q", "gradients": "G", "optimizer": "O",
     "activations": "A", "logits": "L", "gathered": "g", "communication": "c", "reserved": "r",
+    "loading": "l", "saving": "s",
 }  # fmt: skip
 
 
@@ -100,22 +103,24 @@ def _bars(plan: Plan, shown: Sequence[Candidate], console: Console) -> Group:
         line.append("·" * max(0, BAR - sum(drawn.values())) + "|", style="dim")
         line.append(f" {decimal(candidate.memory.peak)} of {decimal(room)}")
         lines.append(line)
-    legend = Text()
-    for kind in KINDS:
-        if any(x.memory.kinds.get(kind) for x in shown):
-            size = shown[0].memory.kinds.get(kind, 0)
-            told = f" {kind} {decimal(size)}" if size else f" {kind} (not in 1)"
-            legend.append("█" if colours else LETTERS[kind], style=COLOURS[kind])
-            legend.append(told.replace(" ", "\N{NO-BREAK SPACE}"))
-            legend.append("   ")
-    return Group(*lines, Padding(legend, (0, 0, 0, 3)))
+    legend = []
+    for kind in kinds_of(shown):
+        size = shown[0].memory.peak_kinds.get(kind, 0)
+        told = decimal(size) if size >= TOLD else "(not in 1)"
+        mark = ("█" if colours else LETTERS[kind], COLOURS[kind])
+        legend.append(Text.assemble(mark, f" {kind} {told}"))
+    lines.append(Padding(Columns(legend, padding=(0, 3, 0, 0)), (0, 0, 0, 3)))
+    for number, candidate in enumerate(shown, 1):
+        if more := elsewhere(candidate):
+            lines.append(Text(f"   {number} also needs {more} a device"))
+    return Group(*lines)
 
 
 def widths(candidate: Candidate, room: int, total: int) -> dict[str, int]:
     """Characters for each kind of memory, of `total` for all of `room`, rounded at their ends."""
     found, so_far, drawn = {}, 0, 0
-    for kind in KINDS:
-        so_far += candidate.memory.kinds.get(kind, 0)
+    for kind in (*KINDS, *OUTSIDE):
+        so_far += candidate.memory.peak_kinds.get(kind, 0)
         end = round(total * so_far / room)
         found[kind], drawn = end - drawn, end
     return found

@@ -39,20 +39,28 @@ def traced(job: Job, layout: Layout, cluster: Cluster) -> Memory:
     """Memory over a step of the rank that needs most, and its source `trace`.
 
     Nothing is told of the host, of loading and of saving, nor of what a device keeps beside
-    tensors. fp8 is taken as bf16. What a compiler keeps no trace sees, nor when a GPU fetches
-    activations from the host: of such a layout the answer is that of the closed formulas, with
-    their source.
+    tensors. fp8 is taken as bf16. Of a layout of which a trace does not see all (`_unseen`) the
+    answer is that of the closed formulas, with their source.
 
     Raises RequestError for what cannot be trained, as `rostra.dry_run` does.
     """
     gpu = cluster.device.kind == "gpu"
-    if layout.compile or (gpu and layout.activation_checkpointing == "offload"):
+    if _unseen(layout, gpu):
         return MemoryModel(job, cluster)(layout)
     job = replace(job, shape=_in_kernel(job.shape)) if gpu else job
     places = _Parts(job, layout).places()
     found = [_Trace(job, layout, place, gpu).peak() for place in places]
     kinds = max(found, key=lambda kinds: sum(kinds.values()))
     return Memory(kinds, source="trace")
+
+
+def _unseen(layout: Layout, gpu: bool) -> bool:
+    """What a compiler keeps no trace sees, nor when a GPU fetches activations from the host.
+    What DeepSpeed moves between a GPU and its host stays where it is on a CPU, which is both, and
+    files on NVMe are no tensors."""
+    away = {layout.offload_parameters, layout.offload_optimizer} - {"none"}
+    moved = layout.activation_checkpointing == "offload" or (layout.engine == "deepspeed" and away)
+    return layout.compile or "nvme" in away or bool(gpu and moved)
 
 
 def _in_kernel(shape: PretrainedConfig) -> PretrainedConfig:

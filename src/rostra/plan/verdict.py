@@ -19,7 +19,7 @@ from rostra.plan.planner import Plan, assess, room_of
 from rostra.plan.results import Candidate, Time
 from rostra.plan.search import Entry, Miss, Models, kind_of, parts_of, search
 from rostra.plan.space import Limits, Space
-from rostra.plan.techniques import TECHNIQUES, adds
+from rostra.plan.techniques import TECHNIQUES, adds, variants
 from rostra.plan.traces import Traces
 from rostra.plan.words import amount, words
 
@@ -46,7 +46,7 @@ def verdicts(plan: Plan) -> list[Verdict]:
     """Of each other strategy why it is not the plan's, the best first."""
     if plan.chosen is None:
         return []
-    chosen, found = plan.chosen, []
+    chosen, found, used = plan.chosen, list[Verdict](), _techniques(plan)
     own = {kind_of(chosen.layout, variant) for variant in range(len(plan.jobs))}
     entries = [(k, x) for k, x in plan.found.kinds.items() if isinstance(x, Entry)]
     for kind, entry in sorted(entries, key=lambda x: x[1].by(plan.goal)):
@@ -59,27 +59,27 @@ def verdicts(plan: Plan) -> list[Verdict]:
             what = "as fast"
         if entry.ranks != chosen.layout.world_size:
             what += f", on {entry.ranks} device{'s' * (entry.ranks > 1)}"
-        if other.price is not None and chosen.price is not None:
-            more = other.price - chosen.price
+        more = (other.price or 0.0) - (chosen.price or 0.0)  # all have one, or none
+        if abs(more) >= 0.01:
             what += f", {'+' if more >= 0 else '-'}{amount(abs(more))} {plan.cluster.currency}"
-        found.append(Verdict(_strategy(plan, entry), what, other, entry.parts))
+        found.append(Verdict(_strategy(entry, used), what, other, entry.parts))
     misses = [x for x in plan.found.kinds.values() if isinstance(x, Miss)]
     for miss in sorted(misses, key=lambda x: x.shortage):
         said = f"does not fit: {decimal(miss.shortage)} short at the least"
-        parts, strategy = parts_of(miss.layout), _strategy(plan, miss)
+        parts, strategy = parts_of(miss.layout), _strategy(miss, used)
         found.append(Verdict(strategy, said, None, parts, miss.shortage))
     return found
 
 
-def _strategy(plan: Plan, entry: Entry | Miss) -> str:
-    """The best layout of its kind, with the techniques that it uses."""
-    used = [x for x in _techniques(plan, entry.variant) if x != "compile"] if entry.variant else []
-    return ", ".join([words(entry.layout), *used])
+def _strategy(entry: Entry | Miss, used: list[list[str]]) -> str:
+    """The best layout of its kind, with the techniques that its config uses."""
+    return ", ".join([words(entry.layout), *used[entry.variant]])
 
 
-def _techniques(plan: Plan, variant: int) -> list[str]:
-    config = plan.jobs[variant].config
-    return [t.name for t in plan.allowed if t.change(config) == config]
+def _techniques(plan: Plan) -> list[list[str]]:
+    """Those that each of the plan's configs uses; of `compile` a layout's words tell."""
+    asked = variants(plan.job.config, plan.allowed)
+    return [[t.name for t in used if t.name != "compile"] for used, _ in asked]
 
 
 @dataclass(frozen=True)

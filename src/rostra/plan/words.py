@@ -3,15 +3,19 @@ The terminal and the page say the same."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.filesize import decimal
 
 from rostra.layout import KEYS, Layout
 from rostra.plan.planner import Plan
-from rostra.plan.results import Candidate
+from rostra.plan.results import KINDS, OUTSIDE, Candidate
 
+TOLD = 10**6  # bytes below which nothing is told
+_WIDTH = 80  # characters of a line of YAML
 _PLACES = {"cpu": "the host", "nvme": "NVMe"}
 # What a config or a technique settles, not the layout: told where layouts differ in it.
 _SETTLED = (
@@ -125,8 +129,9 @@ def headline(plan: Plan) -> list[str]:
 def counts(plan: Plan) -> str:
     """How the choice was made."""
     assert plan.chosen is not None
+    layouts = f"{plan.considered:,} layout{'s' * (plan.considered > 1)}"
     return (
-        f"{plan.considered:,} layouts considered in {plan.search_seconds:.1f} s, "
+        f"{layouts} considered in {plan.search_seconds:.1f} s, "
         f"{plan.found.fitting:,} of them fit. The first is {_choice(plan)}. Its memory is "
         f"{SOURCES[plan.chosen.memory.source]}{untraced(plan, plan.chosen.layout)}"
     )
@@ -178,41 +183,67 @@ def row_of(plan: Plan, x: Candidate, name: str | None = None) -> dict[str, str]:
     }
 
 
+def elsewhere(x: Candidate) -> str:
+    """What an offloaded layout needs beside its device, for each rank; nothing of others."""
+    host = x.memory.host_peak if x.memory.host >= TOLD else 0
+    sizes = {"host memory": host, "NVMe": x.memory.nvme}
+    return " and ".join(f"{decimal(size)} of {what}" for what, size in sizes.items() if size)
+
+
 def rows_of(plan: Plan, shown: Sequence[Candidate]) -> list[dict[str, str]]:
     names = words_apart([x.layout for x in shown])
     return [row_of(plan, x, name) for x, name in zip(shown, names, strict=True)]
 
 
+def kinds_of(shown: Sequence[Candidate]) -> list[str]:
+    """The kinds of memory of which one of them has as much as is told, in their order."""
+    peaks = [x.memory.peak_kinds for x in shown]
+    return [k for k in (*KINDS, *OUTSIDE) if any(peak.get(k, 0) >= TOLD for peak in peaks)]
+
+
 def signed_bytes(size: int) -> str:
-    return f"{'+' if size >= 0 else '-'}{decimal(abs(size))}" if abs(size) >= 1e6 else "same"
+    return f"{'+' if size >= 0 else '-'}{decimal(abs(size))}" if abs(size) >= TOLD else "same"
 
 
 def signed_share(share: float) -> str:
     return f"{share:+.0%}" if abs(share) >= 0.005 else "same"
 
 
-def in_yaml(layout: Layout) -> list[str]:
-    """The layout as lines of a config."""
-    plain, sections = Layout(1, 1), dict[str, list[str]]()
+def in_yaml(layout: Layout, folder: str | None = None) -> list[str]:
+    """The layout as lines of a config. What waits on NVMe does so in `folder`; where there is
+    none yet, a comment says what to put there."""
+    plain, config = Layout(1, 1), dict[str, Any]()
     for name, key in KEYS.items():
         value = getattr(layout, name)
         if name == "micro_batch" or value != getattr(plain, name):
-            section, _, inner = key.partition(".")
-            value = str(value).lower() if isinstance(value, bool) else value
-            sections.setdefault(section, []).append(f"{inner}: {value}")
-    if "parallel" in sections and layout.shard > 1 and layout.sharding == "full_shard":
-        sections["parallel"].remove("sharding: full_shard")  # what `shard` alone says
-    return [f"{name}: {{{', '.join(_nested(inner))}}}" for name, inner in sections.items()]
+            _put(config, key, str(value).lower() if isinstance(value, bool) else str(value))
+    if "parallel" in config and layout.shard > 1 and layout.sharding == "full_shard":
+        del config["parallel"]["sharding"]  # what `shard` alone says
+    if "nvme" in (layout.offload_parameters, layout.offload_optimizer):
+        named = json.dumps(folder) if folder else "/nvme  # a folder on your NVMe"
+        _put(config, "memory.offload.path", named)
+    return list(_lines(config))
 
 
-def _nested(keys: list[str]) -> Iterator[str]:
-    """`offload.optimizer: cpu` as `offload: {optimizer: cpu}`."""
-    tables: dict[str, list[str]] = {}
-    for key in keys:
-        name, _, value = key.partition(": ")
-        outer, dot, inner = name.partition(".")
-        if dot:
-            tables.setdefault(outer, []).append(f"{inner}: {value}")
+def _put(config: dict[str, Any], key: str, value: str) -> None:
+    *sections, name = key.split(".")
+    for section in sections:
+        config = config.setdefault(section, {})
+    config[name] = value
+
+
+def _lines(config: dict[str, Any], indent: str = "") -> Iterator[str]:
+    """A table on one line, where it is short and has no comment."""
+    for key, value in config.items():
+        line = f"{indent}{key}: {_flow(value)}"
+        if isinstance(value, dict) and (len(line) > _WIDTH or "#" in line):
+            yield f"{indent}{key}:"
+            yield from _lines(value, f"{indent}  ")
         else:
-            yield key
-    yield from (f"{name}: {{{', '.join(inner)}}}" for name, inner in tables.items())
+            yield line
+
+
+def _flow(value: str | dict[str, Any]) -> str:
+    if isinstance(value, str):
+        return value
+    return f"{{{', '.join(f'{key}: {_flow(inner)}' for key, inner in value.items())}}}"
