@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
-from transformers import BitsAndBytesConfig, LlamaConfig, PreTrainedModel
+from transformers import AutoConfig, BitsAndBytesConfig, LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 from rostra.adapt import quantized_format, quantized_weights
@@ -28,6 +28,7 @@ from rostra.config.tuning import QuantizationTable
 from rostra.errors import RequestError
 from rostra.memory import measure
 from rostra.models import create_model, model_on_meta
+from rostra.models.experts import autocast_experts
 from rostra.models.weights import FolderWeights
 from rostra.pieces import Reader, Tensors, fill
 from rostra.store import MANIFEST
@@ -296,6 +297,28 @@ def test_the_copy_on_disk(saved: Path, tmp_path: Path, monkeypatch: pytest.Monke
     cached_weights(weights, changed, tmp_path)
     assert base.numbers == 5 * matrices
     assert len(list((tmp_path / "quantized").iterdir())) == 3
+
+
+def test_frozen_experts_in_16_bits_give_the_same_loss() -> None:
+    shape = AutoConfig.for_model(
+        "gpt_oss", vocab_size=96, hidden_size=32, intermediate_size=64, head_dim=8,
+        num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, num_local_experts=4,
+        num_experts_per_tok=2,
+    )  # fmt: skip
+    made = create_model(shape, 1).to(torch.bfloat16)
+    base = Tensors(dict(made.named_parameters()) | dict(create_model(shape, 1).named_buffers()))
+    tokens = torch.arange(24).reshape(2, 12)
+    losses, sizes = [], []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = model_on_meta(shape).requires_grad_(False)
+        freeze_base(model, dtype)
+        autocast_experts(model)
+        filled(model, base)
+        with torch.autocast("cpu", torch.bfloat16):
+            losses.append(model(tokens, labels=tokens).loss)
+        sizes.append(sum(p.nbytes for p in model.model.layers[0].mlp.experts.parameters()))
+    assert torch.equal(*losses)
+    assert sizes[1] == sizes[0] / 2
 
 
 @pytest.mark.parametrize("tied", [False, True])

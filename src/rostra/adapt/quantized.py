@@ -19,6 +19,7 @@ from rostra.adapt.quantized_format import Format, dequantize
 from rostra.config.tuning import QuantizationTable
 from rostra.errors import RequestError
 from rostra.models import decoder_layers
+from rostra.models.experts import fused_experts
 
 
 class QuantizedLinear(nn.Linear):
@@ -173,7 +174,8 @@ def _check_most(model: PreTrainedModel, linear: dict[str, nn.Linear], kind: str)
 
 def freeze_base(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Keep frozen weights that are only ever multiplied in `dtype`, in place, on the meta
-    device: those of linear modules, and of plain embeddings, whose output is float32 as before.
+    device: those of linear modules and fused experts, and of plain embeddings, whose output is
+    float32 as before.
 
     Under autocast to `dtype` the result is the same to the bit for weights that are exact in
     it: autocast casts them before each product anyhow. Norms stay float32, and so do embeddings
@@ -185,16 +187,18 @@ def freeze_base(model: PreTrainedModel, dtype: torch.dtype) -> None:
     modules = list(model.modules())
     embeddings = [m for m in modules if isinstance(m, nn.Embedding)]
     computing = {id(m.weight) for m in embeddings if type(m) is not nn.Embedding}
-    for module in modules:
-        if not isinstance(module, (nn.Linear, Conv1D, nn.Embedding)):
-            continue
-        weight = module._parameters.get("weight")  # a quantised layer has none
+    multiplied = [
+        (m, "weight") for m in modules if isinstance(m, (nn.Linear, Conv1D, nn.Embedding))
+    ]
+    multiplied += [(m, name) for m in fused_experts(model) for name in m._parameters]
+    for module, name in multiplied:
+        weight = module._parameters.get(name)  # a quantised layer has none
         if weight is None or weight.requires_grad or id(weight) in computing:
             continue
         if id(weight) not in made:
             frozen = torch.empty_like(weight, dtype=dtype)
             made[id(weight)] = nn.Parameter(frozen, requires_grad=False)
-        module.weight = made[id(weight)]
+        setattr(module, name, made[id(weight)])
         if isinstance(module, nn.Embedding):
             module.register_forward_hook(_as_float32)
 

@@ -18,6 +18,7 @@ from typing import Literal, cast
 from rostra.adapt.quantized_format import Format, Kind
 from rostra.config.schema import OptimizerSection
 from rostra.layout import OptimizerStates
+from rostra.models.experts import experts_of
 from rostra.optim.low_bit import FORMATS, SMALLEST
 from rostra.parallel.replicated import BUCKET_BYTES
 from rostra.plan.job import Cut, Job, Layer, Linear
@@ -204,8 +205,9 @@ class Weights:
         whole, rest = divmod(numbers, hidden)
         vectors = [Matrix(hidden, 1, FLOAT, not self.frozen)] * min(whole, 8)
         left = numbers - len(vectors) * hidden
-        if left > 0 and whole > 8:  # experts, say: many rows
-            vectors.append(Matrix(ceil(left / hidden), hidden, FLOAT, not self.frozen))
+        if left > 0 and whole > 8:  # fused experts: many rows
+            each = self._lies if experts_of(self.job.shape)[0] else FLOAT
+            vectors.append(Matrix(ceil(left / hidden), hidden, each, not self.frozen))
         elif rest:
             vectors.append(Matrix(rest, 1, FLOAT, not self.frozen))
         return vectors
