@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from transformers import AutoConfig
 
 from rostra.config import config_from_dict
@@ -11,7 +13,9 @@ from rostra.plan.job import Job, job_of
 from rostra.plan.memory import MemoryModel
 from rostra.plan.planner import make_plan
 from rostra.plan.scaled import ScaledMemory
+from rostra.plan.search import Miss
 from rostra.plan.trace import traced
+from rostra.plan.traces import Traces
 
 PHI = {
     "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 512,
@@ -56,6 +60,17 @@ def test_what_one_trace_shows_holds_for_other_layouts_of_its_shape() -> None:
     after = [abs(memory(x).live / live - 1) for x, live in zip(others, exact, strict=True)]
     assert memory(others[0]).source == "scaled"
     assert max(after) < 0.05
+
+
+def test_nothing_is_learned_where_a_trace_sees_less_than_there_is() -> None:
+    offloaded = Layout(
+        2, 2, "deepspeed", shard=2, sharding="full_shard", offload_parameters="nvme",
+        offload_optimizer="cpu", compute="bf16",
+    )  # fmt: skip
+    here = replace(offloaded, offload_parameters="none", offload_optimizer="none")
+    memory = ScaledMemory(MemoryModel(job(), CLUSTER))
+    possible = [Traces().possible(Miss(0, 0, x, 0), memory) for x in (offloaded, here)]
+    assert possible == [False, True]
 
 
 def test_a_plan_learns_of_unknown_families_alone() -> None:

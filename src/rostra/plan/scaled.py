@@ -45,6 +45,10 @@ class ScaledMemory:
         mode = "full" if mode == "offload" and self._model.on_gpu else mode
         return replace(layout, compile=False, activation_checkpointing=mode)
 
+    def hides(self, layout: Layout) -> bool:
+        """Whether no twin is like the layout either."""
+        return moves(layout, self._model.on_gpu)
+
     def traced(self, layout: Layout) -> bool:
         """Whether there is a trace of the layout or its twin."""
         return self.twin(layout) in self._traces
@@ -91,6 +95,13 @@ class ScaledMemory:
             return None
         alike = [ratio for (mode, _), ratio in self._ratios.items() if mode == own[0]]
         return median(alike or self._ratios.values())
+
+
+def moves(layout: Layout, on_gpu: bool) -> bool:
+    """Whether DeepSpeed moves what no trace sees move: what leaves a GPU stays where it is on a
+    CPU, which is both device and host, and files on NVMe are no tensors."""
+    away = {layout.offload_parameters, layout.offload_optimizer} - {"none"}
+    return layout.engine == "deepspeed" and ("nvme" in away or bool(on_gpu and away))
 
 
 def _key(layout: Layout) -> tuple[str, Hashable]:

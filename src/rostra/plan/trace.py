@@ -29,6 +29,7 @@ from rostra.plan.job import Job
 from rostra.plan.memory import MemoryModel
 from rostra.plan.places import Bytes, Marks, Span, extended, peak, replayed, spans
 from rostra.plan.results import Memory
+from rostra.plan.scaled import moves
 
 WHOLE = 8  # layers of a stage up to which all are traced
 FEWEST = 2  # of those that tell of more
@@ -55,12 +56,10 @@ def traced(job: Job, layout: Layout, cluster: Cluster) -> Memory:
 
 
 def _unseen(layout: Layout, gpu: bool) -> bool:
-    """What a compiler keeps no trace sees, nor when a GPU fetches activations from the host.
-    What DeepSpeed moves between a GPU and its host stays where it is on a CPU, which is both, and
-    files on NVMe are no tensors."""
-    away = {layout.offload_parameters, layout.offload_optimizer} - {"none"}
-    moved = layout.activation_checkpointing == "offload" or (layout.engine == "deepspeed" and away)
-    return layout.compile or "nvme" in away or bool(gpu and moved)
+    """What a compiler keeps no trace sees, nor when a GPU fetches activations from the host, nor
+    what DeepSpeed moves."""
+    fetched = gpu and layout.activation_checkpointing == "offload"
+    return layout.compile or fetched or moves(layout, gpu)
 
 
 def _in_kernel(shape: PretrainedConfig) -> PretrainedConfig:

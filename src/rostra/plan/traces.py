@@ -60,6 +60,8 @@ class Traces:
     def possible(self, entry: Entry | Miss, memory: ScaledMemory) -> bool:
         """Whether a trace can tell something of it, and none of its kind has failed. Where
         formulas know the family, a twin tells nothing."""
+        if memory.hides(entry.layout):
+            return False
         own = memory.twin(entry.layout) == entry.layout
         return (own or not memory.known) and self.why_not(entry.layout) is None
 
