@@ -108,6 +108,7 @@ def test_a_way_to_fit_knows_what_traces_taught() -> None:
     ways = explain(make_plan(asked, cluster, trace="always")).ways
     assert ways
     for way in ways:
+        assert way.candidate.memory.source != "linears"
         assert not room_of(way.cluster).shortage(way.candidate.memory, 1)
         same = way.candidate.layout == LAYOUT and way.cluster == cluster
         assert not same or {x.name for x in way.changes} - {"auto"}
@@ -117,6 +118,19 @@ def test_training_traces_only_what_is_in_doubt() -> None:
     asked = job("phi", **FIXED)
     assert make_plan(asked, read_cluster("1xH100"), trace="in doubt").traces == Traces("in doubt")
     assert not make_plan(asked, between(asked, LAYOUT), trace="in doubt").feasible
+
+
+def test_what_no_trace_sees_is_left_to_formulas_of_known_families() -> None:
+    layouts = [
+        replace(LAYOUT, compile=True),
+        replace(LAYOUT, activation_checkpointing="offload"),
+    ]
+    cluster = read_cluster("1xH100")
+    for family, possible in (("gpt2", False), ("phi", True)):
+        memory = ScaledMemory(MemoryModel(job(family), cluster))
+        for layout in layouts:
+            assert Traces().possible(Entry(1.0, 1, 1, layout, 0), memory) is possible
+            assert memory.twin(layout) in (LAYOUT, replace(LAYOUT, activation_checkpointing="full"))
 
 
 def test_a_failed_trace_says_why_and_another_strategy_is_traced(
