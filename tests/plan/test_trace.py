@@ -199,6 +199,14 @@ def test_experts_keep_half_as_much_in_16_bits() -> None:
     assert kept("bf16") == kept("fp16") < 0.7 * kept("fp32")
 
 
+def test_zero3_of_more_than_it_gathers_at_once_the_formulas_tell() -> None:
+    layout = layout_of(engine="deepspeed", shard=8, sharding="full_shard", compute="bf16")
+    wide = {"hidden_size": 2048, "intermediate_size": 8192}
+    found = [of(layout, shape_of(n, **wide), read_cluster("8xA100-80GB")) for n in (4, 40)]
+    assert [memory.source for memory in found] == ["trace", "formula"]
+    assert min(found[1].kinds.values()) >= 0
+
+
 @pytest.mark.parametrize("places", ["nvme nvme", "none nvme", "cpu cpu", "none cpu"])
 def test_what_deepspeed_moves_off_a_gpu_the_formulas_tell(places: str) -> None:
     """A CPU is its own host, and nothing is written on a disk."""

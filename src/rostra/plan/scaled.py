@@ -9,6 +9,7 @@ from statistics import median
 
 from rostra.layout import Layout
 from rostra.plan.memory import MemoryModel
+from rostra.plan.memory.deepspeed import LIVE
 from rostra.plan.results import LASTING, Memory
 
 # What gives the tensors of a layer their shapes; compiled it has the same.
@@ -47,7 +48,7 @@ class ScaledMemory:
 
     def hides(self, layout: Layout) -> bool:
         """Whether no twin is like the layout either."""
-        return moves(layout, self._model.on_gpu)
+        return moves(layout, self._model.job.sizes.parameters, self._model.on_gpu)
 
     def traced(self, layout: Layout) -> bool:
         """Whether there is a trace of the layout or its twin."""
@@ -97,9 +98,12 @@ class ScaledMemory:
         return median(alike or self._ratios.values())
 
 
-def moves(layout: Layout, on_gpu: bool) -> bool:
+def moves(layout: Layout, parameters: int, on_gpu: bool) -> bool:
     """Whether DeepSpeed moves what no trace sees move: what leaves a GPU stays where it is on a
-    CPU, which is both device and host, and files on NVMe are no tensors."""
+    CPU, which is both device and host, and files on NVMe are no tensors. Of a model of more
+    `parameters` than ZeRO-3 gathers at once, those of the few layers of a trace all stay."""
+    if layout.engine == "deepspeed" and layout.sharding == "full_shard" and parameters > LIVE:
+        return True
     away = {layout.offload_parameters, layout.offload_optimizer} - {"none"}
     return layout.engine == "deepspeed" and ("nvme" in away or bool(on_gpu and away))
 

@@ -46,7 +46,7 @@ def traced(job: Job, layout: Layout, cluster: Cluster) -> Memory:
     Raises RequestError for what cannot be trained, as `rostra.dry_run` does.
     """
     gpu = cluster.device.kind == "gpu"
-    if _unseen(layout, gpu):
+    if _unseen(layout, job.sizes.parameters, gpu):
         return MemoryModel(job, cluster)(layout)
     job = replace(job, shape=_in_kernel(job.shape)) if gpu else job
     places = _Parts(job, layout).places()
@@ -55,11 +55,11 @@ def traced(job: Job, layout: Layout, cluster: Cluster) -> Memory:
     return Memory(kinds, source="trace")
 
 
-def _unseen(layout: Layout, gpu: bool) -> bool:
+def _unseen(layout: Layout, parameters: int, gpu: bool) -> bool:
     """What a compiler keeps no trace sees, nor when a GPU fetches activations from the host, nor
     what DeepSpeed moves."""
     fetched = gpu and layout.activation_checkpointing == "offload"
-    return layout.compile or fetched or moves(layout, gpu)
+    return layout.compile or fetched or moves(layout, parameters, gpu)
 
 
 def _in_kernel(shape: PretrainedConfig) -> PretrainedConfig:
