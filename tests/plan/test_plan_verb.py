@@ -311,7 +311,7 @@ def test_it_says_which_memory_there_is_too_little_of() -> None:
         "--set", "parallel={shard: 4, sharding: full_shard}",
         "--set", "memory.offload={parameters: cpu, optimizer: cpu}",
     )  # fmt: skip
-    fails(done, "of host memory that a rank has, while it trains")
+    fails(done, "of host memory while it trains (a rank has")
     done = rostra(
         "plan", "--model", "gpt2", "--hardware", "8xA100-80GB", "--set", "parallel.tensor=4"
     )

@@ -23,6 +23,8 @@ _NEEDS = {  # by where that comes from
     "trace": "needs, as its trace shows,",
 }
 
+LOADED, SAVED = " while the model is loaded", " while a checkpoint is saved"
+
 
 def shortage_told(plan: Plan) -> str:
     """Why nothing fits, in a sentence."""
@@ -46,22 +48,19 @@ def _lacking(room: Room, memory: Memory, ranks: int) -> Iterator[str]:
     """What a layout needs of each kind of memory that there is too little of."""
     if memory.peak > room.device:
         kinds = sorted(memory.kinds.items(), key=lambda x: -x[1])[:3]
-        what = ", ".join(f"{kind} {decimal(size)}" for kind, size in kinds if size)
+        what = "; " + ", ".join(f"{kind} {decimal(size)}" for kind, size in kinds if size)
+        when = ""
         if memory.total <= room.device:
-            loads = memory.loading >= memory.saving
-            what = "while the model is loaded" if loads else "while a checkpoint is saved"
-        yield f"{decimal(memory.peak)} of a device's {decimal(room.device)} ({what})"
+            what, loads = "", memory.loading >= memory.saving
+            when = LOADED if loads else SAVED
+        yield f"{decimal(memory.peak)} on a device{when} (which has {decimal(room.device)}{what})"
     if memory.host_peak > (host := room.host_of(ranks)):
-        uses = {
-            memory.host: "while it trains",
-            memory.loading_host: "while the model is loaded",
-            memory.saving_host: "while a checkpoint is saved",
-        }
+        uses = {memory.host: " while it trains", memory.loading_host: LOADED}
+        when = uses.get(memory.host_peak, SAVED)
         needed = decimal(memory.host_peak)
-        when = uses[memory.host_peak]
-        yield f"{needed} of the {decimal(host)} of host memory that a rank has, {when}"
+        yield f"{needed} of host memory{when} (a rank has {decimal(host)})"
     if memory.nvme > (nvme := room.nvme_of(ranks)):
-        yield f"{decimal(memory.nvme)} of the {decimal(nvme)} of NVMe of a rank"
+        yield f"{decimal(memory.nvme)} of NVMe (a rank has {decimal(nvme)})"
 
 
 def _refused(plan: Plan) -> str:
