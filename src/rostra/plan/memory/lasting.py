@@ -45,15 +45,16 @@ def is_collected(x: Layout) -> bool:
 
 
 _fields = attrgetter(
-    "pipeline", "pipeline_schedule", "stages", "tensor", "sharding", "compute", "reduction",
-    "quantization", "adapter", "optimizer_states", "optimizer_in_backward", "engine", "compile",
-    "offload_parameters", "offload_optimizer",
+    "pipeline", "stages", "tensor", "sharding", "compute", "reduction", "quantization", "adapter",
+    "optimizer_states", "optimizer_in_backward", "engine", "compile", "offload_parameters",
+    "offload_optimizer",
 )  # fmt: skip
 
 
 def of_lasting(x: Layout) -> tuple[Hashable, ...]:
     """What of a layout `lasting` depends on."""
-    return (*_fields(x), x.shard * x.context, x.world_size > 1, x.accumulation > 1)
+    halves = x.pipeline_schedule == "zero_bubble"
+    return (*_fields(x), x.shard * x.context, x.world_size > 1, x.accumulation > 1, halves)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@ beside it at the peak of a step."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
@@ -32,10 +33,10 @@ TOKEN = 3 * 8  # bytes of one: its id, its label, its position
 _of_host = attrgetter("offload_parameters", "offload_optimizer", "world_size")
 _of_shared = attrgetter("context", "context_method", "compute", "compile")
 _of_ranks = attrgetter(
-    "pipeline", "pipeline_schedule", "stages", "tensor", "context", "shard", "sharding", "compute",
-    "reduction", "quantization", "adapter", "optimizer_states", "optimizer_in_backward", "engine",
-    "compile", "context_method", "activation_checkpointing", "offload_parameters",
-    "offload_optimizer", "expert",
+    "pipeline", "stages", "tensor", "context", "shard", "sharding", "compute", "reduction",
+    "quantization", "adapter", "optimizer_states", "optimizer_in_backward", "engine", "compile",
+    "context_method", "activation_checkpointing", "offload_parameters", "offload_optimizer",
+    "expert",
 )  # fmt: skip
 
 
@@ -148,21 +149,28 @@ class MemoryModel:
 
     def _ranks(self, x: Layout) -> tuple[Rank, ...]:
         """The ranks of the pipeline that may need most, with what lies there."""
-        more = x.replicate > 1, x.accumulation > 1, self._working.chunks(x)
+        halves = x.pipeline_schedule == "zero_bubble"
+        more = x.replicate > 1, x.accumulation > 1, self._working.chunks(x), halves
         key = (*_of_ranks(x), *more)
         found = self._known.get(key)
         if found is None:
-            found = self._known[key] = tuple(self._rank(x, number) for number in self._numbers(x))
+            of_cuts = "numbers", x.pipeline, x.stages, halves
+            numbers = self._once(of_cuts, partial(self._numbers, x))
+            found = self._known[key] = tuple(self._rank(x, number) for number in numbers)
         return found
 
     def _numbers(self, x: Layout) -> list[int]:
-        """The ends of the pipeline; and of those between them with equal layers the first, which
-        waits longest for its backward passes, or under zero bubble the last, where most wait for
-        their second part."""
-        between = range(1, x.pipeline - 1)
-        order = between if x.pipeline_schedule == "zero_bubble" else reversed(between)
-        alike = {tuple(self._layers[i] for i in self._split(x, n)): n for n in order}
-        return sorted({0, x.pipeline - 1, *alike.values()})
+        """The ends of the pipeline, and between them who has more layers than all before, which
+        wait longer for their backward passes; under zero bubble, where most wait for their second
+        part in the end, than all behind."""
+        halves, found = x.pipeline_schedule == "zero_bubble", {0, x.pipeline - 1}
+        most: list[Counter[int]] = []
+        for number in sorted(range(1, x.pipeline - 1), reverse=halves):
+            own = Counter(self._layers[i] for i in self._split(x, number))
+            if not any(own <= other for other in most):
+                most.append(own)
+                found.add(number)
+        return sorted(found)
 
     def _rank(self, x: Layout, number: int) -> Rank:
         of_weights = number, *of_lasting(x)
