@@ -244,6 +244,8 @@ def _check_base(saved: SavedAdapter, known: dict[str, SavedAdapter]) -> None:
     """`known` are those before, by the names of what they bring of the base."""
     for name, key in saved.base_keys.items():
         other = known.setdefault(name, saved)
+        if other is saved:
+            continue
         if not torch.equal(other.whole(other.base_keys[name]), saved.whole(key)):
             raise RequestError(
                 f"{saved.path}: its {key} is not that of {other.path}; both were trained beside "

@@ -33,7 +33,7 @@ def check_layout(config: Config, layout: Layout, shape: PretrainedConfig) -> Non
 
 def check_schedule(shape: PretrainedConfig, layout: Layout) -> None:
     """Raises RequestError for a schedule that a model of this family does not go through."""
-    if layout.pipeline_schedule == "zero_bubble" and shape.model_type == "gpt2":
+    if layout.splits_backward and shape.model_type == "gpt2":
         raise RequestError(
             "parallel.schedule = zero_bubble: a gpt2's fused projections give views, which a split "
             "backward pass cannot detach; set parallel.schedule: 1f1b"

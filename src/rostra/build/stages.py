@@ -88,8 +88,7 @@ def place_stage(
         inputs = Neftune(config.train.neftune_alpha, keys).attach(model, inputs, part)
     if drops_by_key(layout):
         inputs = key_dropout(model, keys, inputs, part)
-    split_backward = layout.pipeline_schedule == "zero_bubble"
-    checkpoint_activations(model, layout.activation_checkpointing, split_backward)
+    checkpoint_activations(model, layout.activation_checkpointing, layout.splits_backward)
     if layout.compile:
         compile_layers(model)
     loss, dtype = make_loss(head, chunk, layout.compile), AUTOCAST.get(layout.compute)

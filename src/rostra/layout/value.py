@@ -82,6 +82,12 @@ class Layout:
         return self.replicate * self.shard
 
     @property
+    def splits_backward(self) -> bool:
+        """Whether the backward pass goes through the graph in two parts, for what enters a stage
+        and for its weights."""
+        return self.pipeline_schedule == "zero_bubble"
+
+    @property
     def distributed(self) -> bool:
         return self.world_size > 1 or self.engine == "deepspeed"
 

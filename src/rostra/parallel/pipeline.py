@@ -112,7 +112,7 @@ class Pipeline:
         for stage in self.stages:
             if not stage.last:
                 stage.register_forward_hook(self._as_sent)
-            if self.layout.pipeline_schedule == "zero_bubble" and isinstance(stage, FSDPModule):
+            if self.layout.splits_backward and isinstance(stage, FSDPModule):
                 # A split backward pass finds its weights by the parameters that are in place
                 # when it begins: sharded ones would be missed, and their gradients lost.
                 stage.set_reshard_after_forward(False)

@@ -26,6 +26,7 @@ class Conventions:
     every_other: bool = False  # selective:operations keeps every second matrix product
     holds_last: bool = False  # the last layer stays gathered from the forward pass on
     holds_layers: bool = False  # in a pipeline, all layers do
+    slices: bool = False  # stages hand on a tensor rank's slice of positions, not all of them
     # axes whose collectives go on beside computing: `tensor` in parts behind its products,
     # `pipeline` behind other micro batches, `shard` (zero1's gather) behind the next forward pass
     asynchronous: tuple[str, ...] = ()
@@ -42,4 +43,5 @@ TORCHTITAN = Conventions(
     every_other=True,
     holds_last=True,
     holds_layers=True,
+    slices=True,
 )

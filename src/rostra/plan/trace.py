@@ -107,7 +107,7 @@ class _Parts:
         second part. One between the ends waits for a micro batch less than the first, of which
         every layer keeps its input, but receives each from both sides."""
         known, first = set(), self.own(self.depth, 0)
-        halves = self.layout.pipeline_schedule == "zero_bubble"
+        halves = self.layout.splits_backward
         for place in sorted(range(self.layout.pipeline), reverse=halves):
             own, last = self.own(self.depth, place), place == self.layout.pipeline - 1
             fewer = all(a <= b for a, b in zip(own, first, strict=True))
@@ -205,7 +205,7 @@ class _Trace:
         with fake_rank(config, layout, shape, rank) as (engine, watch):
             batch = _batch(layout, self.job.length)
             # a step of these leaves what the next one replaces
-            again = layout.engine == "deepspeed" or layout.pipeline_schedule == "zero_bubble"
+            again = layout.engine == "deepspeed" or layout.splits_backward
             if again:
                 _step(engine, batch, Marks(engine, watch))
             marks = Marks(engine, watch)

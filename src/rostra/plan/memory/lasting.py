@@ -53,8 +53,8 @@ _fields = attrgetter(
 
 def of_lasting(x: Layout) -> tuple[Hashable, ...]:
     """What of a layout `lasting` depends on."""
-    halves = x.pipeline_schedule == "zero_bubble"
-    return (*_fields(x), x.shard * x.context, x.world_size > 1, x.accumulation > 1, halves)
+    several = x.world_size > 1, x.accumulation > 1
+    return (*_fields(x), x.shard * x.context, *several, x.splits_backward)
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def _whole(x: Layout, of: Units) -> Parts:
     bubble those of layers lie beside these too, as its second part runs no hooks of theirs."""
     grid = x.world_size > 1
     gradients = 0.0 if x.optimizer_in_backward else FLOAT * of.everything.trained_part
-    if x.pipeline_schedule == "zero_bubble":
+    if x.splits_backward:
         gradients += FLOAT * of.split
     sent = grid and (x.reduction != "fp32" or x.sharding == "zero1")
     return Parts(
@@ -168,7 +168,6 @@ def _sharded(x: Layout, of: Units, way: Conventions, on_gpu: bool) -> Parts:
     (`foreach_reduce`)."""
     all_, layer, around = of.everything, of.layer, of.around
     reduced, staged = REDUCED[x.reduction], x.pipeline > 1
-    halves = x.pipeline_schedule == "zero_bubble"
     away = on_gpu and x.offload_parameters != "none"
     gradients = 0.0 if away else FLOAT * all_.trained_part
     standing = gradients if x.accumulation > 1 else 0.0
@@ -183,7 +182,8 @@ def _sharded(x: Layout, of: Units, way: Conventions, on_gpu: bool) -> Parts:
         each * of.embedding.trained,
         layer=layer.gathered,
         around=around.gathered,
-        again=x.sharding != "shard_grad_op" and not (staged and (way.holds_layers or halves)),
+        again=x.sharding != "shard_grad_op"
+        and not (staged and (way.holds_layers or x.splits_backward)),
         stays=staged,
         reduced_layer=reduced * layer.trained_gathered,
         reduced_around=reduced * around.trained_gathered,

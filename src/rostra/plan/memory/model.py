@@ -88,7 +88,8 @@ class MemoryModel:
                 there += at(others, tokens)
             if loss is not None:
                 there += at(loss.outputs, tokens) * x.accumulation
-            buffers = self._exchanged(x, rank.number, at(layers.whole or layers.input, tokens))
+            whole = 0.0 if self.conventions.slices else layers.whole
+            buffers = self._exchanged(x, rank.number, at(whole or layers.input, tokens))
             buffers += rank.stage.parts.resident
             fixed, each, moment = max(rank.peaks, key=lambda peak: peak[0] + peak[1] * tokens)
             total = fixed + each * tokens + there + buffers
@@ -149,12 +150,11 @@ class MemoryModel:
 
     def _ranks(self, x: Layout) -> tuple[Rank, ...]:
         """The ranks of the pipeline that may need most, with what lies there."""
-        halves = x.pipeline_schedule == "zero_bubble"
-        more = x.replicate > 1, x.accumulation > 1, self._working.chunks(x), halves
-        key = (*_of_ranks(x), *more)
+        more = x.replicate > 1, x.accumulation > 1, self._working.chunks(x)
+        key = (*_of_ranks(x), *more, x.splits_backward)
         found = self._known.get(key)
         if found is None:
-            of_cuts = "numbers", x.pipeline, x.stages, halves
+            of_cuts = "numbers", x.pipeline, x.stages, x.splits_backward
             numbers = self._once(of_cuts, partial(self._numbers, x))
             found = self._known[key] = tuple(self._rank(x, number) for number in numbers)
         return found
@@ -163,9 +163,9 @@ class MemoryModel:
         """The ends of the pipeline, and between them who has more layers than all before, which
         wait longer for their backward passes; under zero bubble, where most wait for their second
         part in the end, than all behind."""
-        halves, found = x.pipeline_schedule == "zero_bubble", {0, x.pipeline - 1}
+        found = {0, x.pipeline - 1}
         most: list[Counter[int]] = []
-        for number in sorted(range(1, x.pipeline - 1), reverse=halves):
+        for number in sorted(range(1, x.pipeline - 1), reverse=x.splits_backward):
             own = Counter(self._layers[i] for i in self._split(x, number))
             if not any(own <= other for other in most):
                 most.append(own)

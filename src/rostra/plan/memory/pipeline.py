@@ -33,14 +33,14 @@ def in_flight(layout: Layout, rank: int) -> float:
 def late(layout: Layout, rank: int) -> float:
     """Micro batches that wait between the two parts of zero bubble's backward pass: those whose
     gradients of weights are left for when the pipeline would wait."""
-    if layout.pipeline_schedule != "zero_bubble":
+    if not layout.splits_backward:
         return 0.0
     return float(min(rank, layout.accumulation))
 
 
 def waiting(layout: Layout, rank: int) -> float:
     """Those, and the one that is in the first part, as a share of the rank's stages."""
-    split = layout.pipeline_schedule == "zero_bubble"
-    if not split or (rank == 0 and layout.stages == 1):  # no gradient of what enters the model
+    alone = rank == 0 and layout.stages == 1  # the model's first stage goes back in one
+    if not layout.splits_backward or alone:
         return 0.0
     return (late(layout, rank) + 1) / layout.stages

@@ -132,7 +132,7 @@ class TimeModel:
         table 1: (p - 1)(F + B - W))."""
         if layout.pipeline == 1:
             return 0.0
-        if layout.pipeline_schedule == "zero_bubble":
+        if layout.splits_backward:
             one = max(0.0, one - 2 * weights)
         return (layout.pipeline - 1) / layout.stages * one
 
